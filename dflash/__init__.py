@@ -1,0 +1,1 @@
+"""DFlash speculative decoding for Hugging Face Transformers."""

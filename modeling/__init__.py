@@ -1,0 +1,1 @@
+"""The files that ship inside every DFlash checkpoint; installed as `dflash.modeling`."""
