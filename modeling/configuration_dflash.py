@@ -296,8 +296,8 @@ def _check_taps(taps, num_target_layers: int) -> None:
 def _check_correction(config: DFlashConfig) -> None:
     given = [key for key in _CORRECTION_KEYS if getattr(config, key) is not None]
     wanted = "DFlash2DraftModel" in (config.architectures or ())
-    if given and len(given) < len(_CORRECTION_KEYS) or wanted and not given:
-        missing = [key for key in _CORRECTION_KEYS if key not in given]
+    missing = [key for key in _CORRECTION_KEYS if key not in given]
+    if missing and (given or wanted):
         raise ValueError(f"a DFlash 2 drafter needs {', '.join(_CORRECTION_KEYS)}; {', '.join(missing)} is missing")
     if given and config.architectures and not wanted:
         raise ValueError(f"{', '.join(given)} belong to DFlash2DraftModel but architectures is {config.architectures}")

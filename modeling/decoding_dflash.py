@@ -6,6 +6,7 @@ Shapes: N rows, P prompt tokens, B block size, w <= B verified positions, K taps
 import time
 import warnings
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from transformers.utils import ModelOutput
@@ -173,7 +174,7 @@ def commit(session, state: DecodeState, proposal, verdict: Verdict, features, st
     facts = torch.cat([verdict.accepted[:, None], verdict.next_token[:, None], drafted], dim=1)
     emitted = []
     for row, (accepted, token, *drafts) in enumerate(facts.tolist()):  # the round's only wait for the device
-        added = state.append(row, drafts[:accepted] + [token])
+        added = state.append(row, [*drafts[:accepted], token])
         _stream(streamer, added)
         emitted.append(len(added))
         kept = accepted + 1  # N = 1: all rows keep the same number
@@ -207,7 +208,7 @@ class Stopwatch:
         if self.cuda:
             torch.cuda.synchronize(self.device)
         total = 0.0
-        for (_, begin), (name, end) in zip(self.marks, self.marks[1:]):
+        for (_, begin), (name, end) in pairwise(self.marks):
             if name == stage:
                 total += begin.elapsed_time(end) / 1000 if self.cuda else end - begin
         return total

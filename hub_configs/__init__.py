@@ -1,0 +1,1 @@
+"""One folder per drafter: the config.json that ships, and for the embedded default its weights and code."""

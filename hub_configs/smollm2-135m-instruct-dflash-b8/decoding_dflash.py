@@ -1,0 +1,294 @@
+"""The decode loop: prefill, then rounds of draft, verify and commit, until every row is done.
+
+Shapes: N rows, P prompt tokens, B block size, w <= B verified positions, K taps, H width, V vocabulary.
+"""
+
+import time
+import warnings
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from transformers.utils import ModelOutput
+
+from .cache_dflash import DFlashDraftCache
+from .sampling_dflash import DraftProposal, Sampler, Verdict
+from .target_dflash import TargetSession, check_pair
+
+
+@dataclass
+class DFlashGenerateOutput(ModelOutput):
+    """What `spec_generate(return_dict=True)` gives.
+
+    Attributes:
+        sequences: [N, P + T] prompt and new tokens.
+        emitted: [N, R] tokens that each round added to each row: accepted draft tokens and one of the target's own.
+        tau: mean of `emitted` per round, None if the first token already ended the text.
+        prefill_time, draft_time, verify_time: seconds in the prompt's forward, in drafting, and in verifying.
+    """
+
+    sequences: torch.LongTensor | None = None
+    emitted: torch.LongTensor | None = None
+    tau: float | None = None
+    prefill_time: float | None = None
+    draft_time: float | None = None
+    verify_time: float | None = None
+
+
+@dataclass
+class DecodeState:
+    """Where each row stands. Everything else is derived from it."""
+
+    tokens: list[list[int]]  # new tokens of each row
+    budgets: list[int]  # how many there may be
+    stops: frozenset[int]
+    anchor: torch.Tensor  # [N] the last token of each row; the target has not seen it
+    length: torch.Tensor  # [N] tokens before the anchor
+    features: torch.Tensor  # [N, n, K*H] of the positions before the anchor that the drafter has not seen
+    rounds: list[list[int]]  # emitted counts, [R][N]
+
+    def remaining(self, row: int) -> int:
+        done = self.tokens[row] and self.tokens[row][-1] in self.stops
+        return 0 if done else self.budgets[row] - len(self.tokens[row])
+
+    @property
+    def width(self) -> int:
+        """Positions worth verifying next: no row can emit more than it has left."""
+        return max(self.remaining(row) for row in range(len(self.tokens)))
+
+    def append(self, row: int, tokens: list[int]) -> list[int]:
+        """Adds tokens up to the first stop token, within the budget; gives those added."""
+        tokens = tokens[: self.remaining(row)]
+        end = next((i + 1 for i, token in enumerate(tokens) if token in self.stops), len(tokens))
+        self.tokens[row] += tokens[:end]
+        return tokens[:end]
+
+
+def speculative_generate(draft, target, input_ids, attention_mask=None, return_dict=False, streamer=None, **options):
+    """Decodes `input_ids` [1, P] with `target`, speeded up by `draft`; see `DFlashDraftModel.spec_generate`.
+
+    Args:
+        draft (`DFlashDraftModel`), target (`PreTrainedModel`): the pair, on any devices.
+        input_ids (`torch.LongTensor` of shape [1, P]): the prompt; P >= 1.
+        attention_mask ([1, P], *optional*): 0 at padding on the left.
+        max_new_tokens, max_length (`int`): at least one; `max_new_tokens` wins, as in `generate`.
+        stop_token_ids (`int` or `list[int]`, *optional*): default: `eos_token_id` of the target's generation config.
+        temperature, top_k, top_p, min_p, draft_temperature, generator: see `Sampler`.
+        block_size (`int`, *optional*): positions per round, at most the trained number; 1 is plain decoding.
+        streamer (`BaseStreamer`, *optional*): gets the prompt, then the tokens of each round.
+        return_dict (`bool`): give a `DFlashGenerateOutput` instead of the sequences [1, P + T].
+
+    Raises:
+        ValueError: the two models do not belong together, the target cannot be rolled back, or an argument is wrong.
+    """
+    check_pair(draft.config, target)
+    prompt = _check_prompt(input_ids, attention_mask, target)
+    block = _resolve_block(options.pop("block_size"), draft.config)
+    budget = _resolve_budget(options.pop("max_new_tokens"), options.pop("max_length"), input_ids.shape[1])
+    stops = _resolve_stops(options.pop("stop_token_ids"), target)
+    sampler = Sampler(**options)
+    was_training = draft.training
+    draft.eval()
+    try:
+        with torch.inference_mode(), TargetSession(target, draft.config.target_layer_ids) as session:
+            state, clock = decode(draft, session, prompt, block, [budget], stops, sampler, streamer)
+    finally:
+        draft.train(was_training)
+        if streamer is not None:
+            streamer.end()
+    return _result(input_ids, state, clock, return_dict)
+
+
+def decode(draft, session, prompt, block, budgets, stops, sampler, streamer=None):
+    """The loop. prompt [N, P] -> the final state and the time spent in each stage."""
+    clock = Stopwatch(session.device)
+    drafter = BlockDrafter(draft, session, block)
+    if streamer is not None:
+        streamer.put(prompt.cpu())
+    state = prefill(session, prompt, budgets, stops, sampler, streamer)
+    clock.lap("prefill")
+    while width := min(block, state.width):
+        proposal = drafter.propose(state, sampler).first(width - 1) if width > 1 else None
+        clock.lap("draft")
+        verdict, features = verify(session, state, proposal, sampler)
+        commit(session, state, proposal, verdict, features, streamer)
+        clock.lap("verify")
+    return state, clock
+
+
+def prefill(session, prompt, budgets, stops, sampler, streamer) -> DecodeState:
+    """Runs the prompt [N, P] through the target and takes the first token."""
+    rows, length = prompt.shape
+    positions = torch.arange(length, device=session.device)[None]
+    logits, features = session.forward(prompt, positions, logits_to_keep=1)
+    session.rollback(0)
+    anchor = sampler.choose(logits[:, -1])
+    lengths = torch.full((rows,), length, device=session.device)
+    state = DecodeState([[] for _ in range(rows)], budgets, stops, anchor, lengths, features, [])
+    for row, token in enumerate(anchor.tolist()):
+        _stream(streamer, state.append(row, [token]))
+    return state
+
+
+class BlockDrafter:
+    """The drafter with its cache, for one call."""
+
+    def __init__(self, draft, session: TargetSession, block: int):
+        config = draft.config
+        self.draft, self.session, self.block = draft, session, block
+        self.cache = DFlashDraftCache([config.layer_window(i) for i in range(config.num_hidden_layers)])
+        self.device, self.dtype = draft.fc.weight.device, draft.fc.weight.dtype
+        self.masks = torch.full((1, block - 1), config.mask_token_id, device=session.device)
+        self.embedding_scale = config.input_embedding_scale
+
+    def propose(self, state: DecodeState, sampler: Sampler) -> DraftProposal:
+        """One forward over the new features and a block: anchor and masks -> B - 1 draft tokens."""
+        rows, fresh = state.features.shape[:2]
+        ids = torch.cat([state.anchor[:, None], self.masks.expand(rows, -1)], dim=1)
+        noise = self.session.embed(ids, self.embedding_scale)
+        offsets = torch.arange(-fresh, self.block, device=self.session.device)
+        output = self.draft(
+            noise_embeds=noise.to(self.device, self.dtype),
+            context_hidden_states=state.features.to(self.device, self.dtype),
+            position_ids=(state.length[:, None] + offsets).to(self.device),
+            cache=self.cache,
+        )
+        self.cache.keep_context(fresh)
+        hidden = output.last_hidden_state.to(self.session.device)
+        return self.draft.propose(hidden, state.anchor, self.session.head, sampler.pick)
+
+
+def verify(session, state: DecodeState, proposal: DraftProposal | None, sampler) -> tuple[Verdict, torch.Tensor]:
+    """One forward of the target over anchor and draft tokens [N, w]; judges them."""
+    ids = state.anchor[:, None]
+    if proposal is not None:
+        ids = torch.cat([ids, proposal.tokens], dim=1)
+    offsets = torch.arange(ids.shape[1], device=session.device)
+    logits, features = session.forward(ids, state.length[:, None] + offsets, logits_to_keep=ids.shape[1])
+    return sampler.verify(proposal, logits), features
+
+
+def commit(session, state: DecodeState, proposal, verdict: Verdict, features, streamer) -> None:
+    """Writes the accepted tokens and the target's own, and takes the rest back from the target."""
+    drafted = verdict.next_token[:, None] if proposal is None else proposal.tokens
+    facts = torch.cat([verdict.accepted[:, None], verdict.next_token[:, None], drafted], dim=1)
+    emitted = []
+    for row, (accepted, token, *drafts) in enumerate(facts.tolist()):  # the round's only wait for the device
+        added = state.append(row, [*drafts[:accepted], token])
+        _stream(streamer, added)
+        emitted.append(len(added))
+        kept = accepted + 1  # N = 1: all rows keep the same number
+    session.rollback(features.shape[1] - kept)
+    state.rounds.append(emitted)
+    state.features = features[:, :kept]
+    state.anchor = verdict.next_token
+    state.length = state.length + verdict.accepted + 1
+
+
+class Stopwatch:
+    """Time per stage. On CUDA it records events, so that measuring does not make the device wait."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+        self.device = device
+        self.marks = [("", self._now())]
+
+    def _now(self):
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def lap(self, stage: str) -> None:
+        """Counts the time since the last lap to `stage`."""
+        self.marks.append((stage, self._now()))
+
+    def seconds(self, stage: str) -> float:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+        total = 0.0
+        for (_, begin), (name, end) in pairwise(self.marks):
+            if name == stage:
+                total += begin.elapsed_time(end) / 1000 if self.cuda else end - begin
+        return total
+
+
+def _stream(streamer, tokens: list[int]) -> None:
+    if streamer is not None and tokens:
+        streamer.put(torch.tensor(tokens))
+
+
+def _result(input_ids, state: DecodeState, clock: Stopwatch, return_dict: bool):
+    new = torch.tensor(state.tokens, dtype=input_ids.dtype, device=input_ids.device)
+    sequences = torch.cat([input_ids, new], dim=1)
+    if not return_dict:
+        return sequences
+    emitted = torch.tensor(state.rounds, dtype=torch.long).reshape(-1, len(state.tokens)).T
+    return DFlashGenerateOutput(
+        sequences=sequences,
+        emitted=emitted,
+        tau=emitted[emitted > 0].double().mean().item() if emitted.numel() else None,
+        prefill_time=clock.seconds("prefill"),
+        draft_time=clock.seconds("draft"),
+        verify_time=clock.seconds("verify"),
+    )
+
+
+def _check_prompt(input_ids, attention_mask, target) -> torch.Tensor:
+    """The prompt without its padding, on the target's device."""
+    if not isinstance(input_ids, torch.Tensor):
+        raise TypeError(
+            f"input_ids must be a tensor [1, P], got {type(input_ids).__name__}; what a tokenizer returns is passed as "
+            "spec_generate(target=target, **inputs, ...)"
+        )
+    if input_ids.dim() != 2 or 0 in input_ids.shape or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+        raise ValueError(f"input_ids must be integers [1, P], got {tuple(input_ids.shape)} of {input_ids.dtype}")
+    if input_ids.shape[0] > 1:
+        raise ValueError(f"input_ids has {input_ids.shape[0]} rows; one sequence a call is supported")
+    weight = target.get_input_embeddings().weight
+    low, high = input_ids.min().item(), input_ids.max().item()
+    if low < 0 or high >= weight.shape[0]:
+        raise ValueError(f"input_ids span {low}..{high}, but the target's embedding has {weight.shape[0]} rows")
+    if attention_mask is not None:
+        if attention_mask.shape != input_ids.shape:
+            raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
+        real = attention_mask[0].bool()
+        start = len(real) - int(real.sum())
+        if start == len(real) or not real[start:].all():
+            raise ValueError("attention_mask must be zeros on the left (padding), then ones, and not only zeros")
+        input_ids = input_ids[:, start:]
+    return input_ids.to(weight.device, torch.long)
+
+
+def _resolve_block(block_size, config) -> int:
+    if block_size is None:
+        return config.block_size
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+        raise ValueError(f"block_size must be a positive integer, got {block_size!r}")
+    if block_size > config.block_size:
+        warnings.warn(
+            f"block_size={block_size} exceeds the {config.block_size} this drafter was trained with; the output stays "
+            "exact, but the extra positions are rarely accepted",
+            stacklevel=4,
+        )
+    return block_size
+
+
+def _resolve_budget(max_new_tokens, max_length, prompt: int) -> int:
+    if max_new_tokens is None and max_length is None:
+        raise ValueError("set max_new_tokens or max_length")
+    budget = max_length - prompt if max_new_tokens is None else max_new_tokens
+    if budget < 1:
+        given = f"max_length={max_length}" if max_new_tokens is None else f"max_new_tokens={max_new_tokens}"
+        raise ValueError(f"{given} leaves no token to generate after a prompt of {prompt}")
+    return budget
+
+
+def _resolve_stops(stop_token_ids, target) -> frozenset[int]:
+    if stop_token_ids is None:
+        generation_config = getattr(target, "generation_config", None)
+        stop_token_ids = getattr(generation_config, "eos_token_id", None)
+    if stop_token_ids is None:
+        return frozenset()
+    return frozenset([stop_token_ids] if isinstance(stop_token_ids, int) else map(int, stop_token_ids))

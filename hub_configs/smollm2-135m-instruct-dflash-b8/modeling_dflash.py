@@ -1,0 +1,277 @@
+"""DFlash drafter: a Qwen3-shaped decoder whose keys and values also come from a target's hidden states."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+)
+
+from .attention_dflash import BlockAttention
+from .cache_dflash import DFlashDraftCache
+from .configuration_dflash import DFlashConfig
+from .correction_dflash import DFlashBlockConv, DFlashCandidateSelector
+from .decoding_dflash import speculative_generate
+from .sampling_dflash import DraftProposal
+
+
+class DFlashRMSNorm(nn.RMSNorm):
+    """RMS norm as in Qwen3: normalised in float32, weighted in the model's dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float32:
+            return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        normed = functional.rms_norm(x.float(), self.normalized_shape, None, self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
+    """Qwen3's RoPE whose frequencies stay in float32 when the model is cast: bfloat16 ones drift with position."""
+
+    def _apply(self, fn, *args, **kwargs):
+        exact = self.inv_freq, self.original_inv_freq
+        super()._apply(fn, *args, **kwargs)
+        if not exact[0].is_meta:
+            self.inv_freq, self.original_inv_freq = (freq.to(self.inv_freq.device) for freq in exact)
+        return self
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Angles [N, 1, n, head_dim] of positions [N, n], as `rotate_positions` takes them."""
+        cos, sin = super().forward(x, position_ids)
+        sin[..., : sin.shape[-1] // 2].neg_()
+        return cos[:, None], sin[:, None]
+
+
+def rotate_positions(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    """Applies RoPE to x [N, heads, n, head_dim]; angles [N, 1, n, head_dim], the first half of the sines negated."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin)
+
+
+class DFlashAttention(nn.Module):
+    """Queries from the block; keys and values from the target's features and the block, in one cache."""
+
+    def __init__(self, config: DFlashConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = config.layer_is_causal(layer_idx)
+        self.sliding_window = config.layer_window(layer_idx)
+        width, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(width, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, width, bias=bias)
+        self.q_norm = DFlashRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = DFlashRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states, context, position_embeddings, attention: BlockAttention, cache=None):
+        """hidden_states [N, B, H], context [N, n, H], angles for n + B positions -> [N, B, H]."""
+        rows, block = hidden_states.shape[:2]
+        source = torch.cat([context, hidden_states], dim=1)
+        query = self.q_norm(self.q_proj(hidden_states).view(rows, block, -1, self.head_dim)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(source).view(rows, source.shape[1], -1, self.head_dim)).transpose(1, 2)
+        value = self.v_proj(source).view(rows, source.shape[1], -1, self.head_dim).transpose(1, 2)
+        cos, sin = position_embeddings
+        query = rotate_positions(query, cos[:, :, -block:], sin[:, :, -block:])
+        key = rotate_positions(key, cos, sin)
+        if isinstance(cache, DFlashDraftCache):
+            key, value = cache.update(key, value, self.layer_idx, block)
+        elif cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        output, _ = attention.implementation(
+            self,
+            query,
+            key,
+            value,
+            attention.mask(self.is_causal, self.sliding_window, key),
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            is_causal=self.is_causal,
+            sliding_window=self.sliding_window,
+        )
+        return self.o_proj(output.reshape(rows, block, -1))
+
+
+class DFlashDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: DFlashConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = DFlashAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = DFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = DFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention_conv = DFlashBlockConv(config) if config.has_correction else None
+        self.mlp_conv = DFlashBlockConv(config) if config.has_correction else None
+
+    def forward(self, hidden_states, context, position_embeddings, attention, cache=None):
+        def attend(x):
+            return self.self_attn(x, context, position_embeddings, attention, cache)
+
+        hidden_states = hidden_states + _convolved(self.attention_conv, attend, self.input_layernorm(hidden_states))
+        return hidden_states + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden_states))
+
+
+def _convolved(conv: DFlashBlockConv | None, sublayer, x: torch.Tensor) -> torch.Tensor:
+    if conv is None:
+        return sublayer(x)
+    before, after = conv.kernels(x)
+    return conv.convolve(sublayer(conv.convolve(x, before)), after)
+
+
+class DFlashPreTrainedModel(PreTrainedModel):
+    config_class = DFlashConfig
+    base_model_prefix = "model"
+    main_input_name = "noise_embeds"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DFlashDecoderLayer"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _keys_to_ignore_on_load_unexpected = [r"rotary_emb\.inv_freq"]
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, DFlashBlockConv):
+            nn.init.zeros_(module.base_kernel)
+            nn.init.ones_(module.base_kernel[:, 0])
+            nn.init.zeros_(module.kernel_projection.weight)
+        elif isinstance(module, DFlashCandidateSelector):
+            nn.init.normal_(module.predecessor_codebook, std=self.config.initializer_range)
+            nn.init.zeros_(module.successor_codebook)
+
+
+class DFlashDraftModel(DFlashPreTrainedModel):
+    """A DFlash drafter (arXiv 2602.06036). It has no embedding and no head: it borrows the target's."""
+
+    _auto_class = "AutoModel"
+
+    def __init__(self, config: DFlashConfig):
+        config.check()
+        super().__init__(config)
+        self.layers = nn.ModuleList(DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = DFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = DFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = DFlashRotaryEmbedding(config)
+        self.candidate_selector = DFlashCandidateSelector(config) if config.has_correction else None
+        self.output_multiplier = config.output_multiplier
+        self.softcap = config.final_logit_softcapping
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
+        """As in Transformers, but a checkpoint whose tensors are not exactly this model's raises `ValueError`."""
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+        )
+        problems = {kind: sorted(map(str, info.get(kind) or ())) for kind in ("missing_keys", "unexpected_keys")}
+        if any(problems.values()):
+            raise ValueError(
+                f"{pretrained_model_name_or_path}: config.json and weights disagree. Tensors that the config asks for "
+                f"but the file lacks: {problems['missing_keys']}; tensors that the config has no place for: "
+                f"{problems['unexpected_keys']}"
+            )
+        return (model, info) if wants_info else model
+
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        position_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache=None,
+        past_key_values=None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutput:
+        """Fills a block, by the contract of Transformers' own DFlash generation.
+
+        Args:
+            noise_embeds: [N, B, H] embeddings of the anchor and the masks.
+            context_hidden_states: [N, n, K*H] features of the n context positions that the cache does not hold yet.
+            position_ids: [N, n + B]; default: counted on from the cache.
+            attention_mask: [N, past + n + B], 0 at padding.
+            cache: a cache whose `update` takes keys, values and the layer's index; the caller removes the block
+                from it afterwards. `past_key_values` is its name in older versions.
+
+        Returns:
+            `BaseModelOutput` with `last_hidden_state` [N, B, H], after the final norm.
+        """
+        cache = past_key_values if cache is None else cache
+        block = noise_embeds.shape[1]
+        self._check_features(context_hidden_states)
+        context = self.hidden_norm(self.fc(context_hidden_states))
+        if position_ids is None:
+            past = 0 if cache is None else cache.get_seq_length()
+            position_ids = torch.arange(past, past + context.shape[1] + block, device=noise_embeds.device)[None]
+        position_embeddings = self.rotary_emb(noise_embeds, position_ids)
+        name = self.config._attn_implementation
+        implementation = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        attention = BlockAttention(implementation, name, block, attention_mask, noise_embeds.dtype)
+        hidden_states = noise_embeds
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, context, position_embeddings, attention, cache)
+        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
+
+    def _check_features(self, features: torch.Tensor) -> None:
+        width = len(self.config.target_layer_ids) * self.config.hidden_size
+        if features.shape[-1] != width:
+            raise ValueError(
+                f"context_hidden_states have width {features.shape[-1]}, but {len(self.config.target_layer_ids)} taps "
+                f"of width {self.config.hidden_size} make {width}"
+            )
+
+    def compute_logits(self, hidden_states: torch.Tensor, output_head: nn.Module) -> torch.Tensor:
+        """Draft logits [..., V] of block outputs [..., H]: the target's head, then multiplier, then softcap."""
+        logits = output_head(hidden_states)
+        if self.output_multiplier != 1.0:
+            logits = logits * self.output_multiplier
+        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
+
+    def propose(self, hidden_states: torch.Tensor, anchor: torch.Tensor, output_head: nn.Module, pick) -> DraftProposal:
+        """Turns block outputs into draft tokens: the one place where a correction head acts.
+
+        Args:
+            hidden_states: [N, B, H], what `forward` gives.
+            anchor: [N], the token in slot 0.
+            output_head: the target's head.
+            pick: maps logits [..., C] to chosen indices [...] and their distribution [..., C] or None.
+        """
+        slots = hidden_states[:, 1:]
+        logits = self.compute_logits(slots, output_head)
+        if self.candidate_selector is not None:
+            return self.candidate_selector.propose(slots, logits, anchor, pick)
+        return DraftProposal(*pick(logits))
+
+    def spec_generate(
+        self,
+        target: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        attention_mask: torch.Tensor | None = None,
+        max_new_tokens: int | None = None,
+        max_length: int | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        draft_temperature: float = 0.0,
+        stop_token_ids: int | list[int] | None = None,
+        block_size: int | None = None,
+        streamer=None,
+        generator: torch.Generator | None = None,
+        return_dict: bool = False,
+    ):
+        """Decodes with `target`, faster, without changing its output. See `decoding_dflash.speculative_generate`."""
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        return speculative_generate(self, **arguments)
