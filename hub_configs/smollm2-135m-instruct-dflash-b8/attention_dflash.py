@@ -1,6 +1,7 @@
 """How a block attends: the implementation in use, and its masks in the form that it takes."""
 
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers.utils.generic import is_flash_attention_requested
 
 
@@ -33,8 +34,8 @@ class BlockAttention:
         if padding is not None and padding.dim() != 2:
             raise ValueError(f"attention_mask must be [rows, keys], got shape {tuple(padding.shape)}")
         self.implementation = implementation
-        self.boolean = name == "sdpa"
-        self.flash = not self.boolean and is_flash_attention_requested(requested_attention_implementation=name)
+        self.name = name
+        self.flash = name != "sdpa" and is_flash_attention_requested(requested_attention_implementation=name)
         self.block, self.padding, self.dtype = block, padding, dtype
         self._built: dict = {}
 
@@ -58,6 +59,16 @@ class BlockAttention:
             if self.padding.shape[1] < length:
                 raise ValueError(f"attention_mask covers {self.padding.shape[1]} positions of {length} keys")
             visible = visible & self.padding[:, None, None, -length:].bool()
-        if self.boolean:
+        if self.name == "sdpa":
             return visible
+        if self.name == "flex_attention":
+            rows = visible.shape[0]
+            return create_block_mask(
+                lambda row, head, query, key: visible[row % rows, 0, query, key],
+                None if rows == 1 else rows,
+                None,
+                self.block,
+                length,
+                device=device,
+            )
         return torch.zeros_like(visible, dtype=self.dtype).masked_fill(~visible, torch.finfo(self.dtype).min)

@@ -2,7 +2,9 @@
 
 import math
 import warnings
+from types import SimpleNamespace
 
+from transformers.activations import ACT2FN
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
@@ -93,15 +95,12 @@ class DFlashConfig(Qwen3Config):
         causal = dflash.pop("causal")
         is_causal = settings.pop("is_causal", None)
         if None not in (causal, is_causal) and causal != is_causal:
-            warnings.warn(
-                f"config.json has is_causal={is_causal} and dflash_config.causal={causal}; is_causal decides",
-                stacklevel=2,
-            )
+            warnings.warn(f"is_causal={is_causal} decides over dflash_config.causal={causal}", stacklevel=2)
+        dflash["is_causal"] = causal if is_causal is None else is_causal
+        _check(SimpleNamespace(**{"architectures": None, **settings, **dflash}))
         super().__init__(**settings)
-        self.is_causal = causal if is_causal is None else is_causal
         for key, value in dflash.items():
             setattr(self, key, value)
-        self.check()
 
     @property
     def has_correction(self) -> bool:
@@ -118,33 +117,40 @@ class DFlashConfig(Qwen3Config):
 
     def check(self) -> None:
         """Raises `ValueError`, naming the value, for settings no drafter can have; cheap, so models call it again."""
-        for name in (*_REQUIRED_LAYERS, "block_size"):
-            if name not in ("hidden_act", "rms_norm_eps", "attention_bias", "layer_types"):
-                _check_positive_int(name, getattr(self, name))
-        _check_numbers(self)
-        _check_layers(self)
-        _check_taps(self.target_layer_ids, self.num_target_layers)
-        _check_correction(self)
-        mask = self.mask_token_id
-        if not _is_int(mask) or not 0 <= mask < self.vocab_size:
-            raise ValueError(f"mask_token_id {mask!r} is not an id of the vocabulary: vocab_size is {self.vocab_size}")
+        _check(self)
 
     def to_dict(self) -> dict:
         """The canonical schema: DFlash keys nested, `block_size` and RoPE's theta in both places readers look."""
         output = super().to_dict()
-        dflash = {key: output.pop(key) for key in _REQUIRED_DFLASH}
+        dflash = {key: output.pop(key, None) for key in _REQUIRED_DFLASH}
         for key, neutral in _OPTIONAL_DFLASH.items():
-            value = output.pop(key)
+            value = output.pop(key, neutral)
             if value != neutral:
                 dflash[key] = value
-        if output["is_causal"] is None:
-            del output["is_causal"]
+        if output.get("is_causal") is None:
+            output.pop("is_causal", None)
         return {
             **output,
             "dflash_config": dflash,
             "block_size": dflash["block_size"],
-            "rope_theta": output["rope_parameters"]["rope_theta"],
+            "rope_theta": (output["rope_parameters"] or {}).get("rope_theta"),
         }
+
+
+def _check(config) -> None:
+    """The checks of `DFlashConfig.check`, on anything with its attributes."""
+    for name in (*_REQUIRED_LAYERS, "block_size"):
+        if name not in ("hidden_act", "rms_norm_eps", "attention_bias", "layer_types"):
+            _check_positive_int(name, getattr(config, name))
+    if config.hidden_act not in ACT2FN:
+        raise ValueError(f"hidden_act {config.hidden_act!r} is not an activation that Transformers knows")
+    _check_numbers(config)
+    _check_layers(config)
+    _check_taps(config.target_layer_ids, config.num_target_layers)
+    _check_correction(config)
+    mask = config.mask_token_id
+    if not _is_int(mask) or not 0 <= mask < config.vocab_size:
+        raise ValueError(f"mask_token_id {mask!r} is not an id of the vocabulary: vocab_size is {config.vocab_size}")
 
 
 def _dflash_settings(settings: dict) -> dict:
@@ -253,7 +259,7 @@ def _check_windows(settings: dict) -> None:
         raise ValueError("use_sliding_window is true but no entry of layer_types is sliding_attention")
 
 
-def _check_numbers(config: DFlashConfig) -> None:
+def _check_numbers(config) -> None:
     positive = ("rms_norm_eps", "input_embedding_scale", "output_multiplier")
     for name in positive:
         value = getattr(config, name)
@@ -268,7 +274,7 @@ def _check_numbers(config: DFlashConfig) -> None:
             raise ValueError(f"{name} must be true or false, got {value!r}")
 
 
-def _check_layers(config: DFlashConfig) -> None:
+def _check_layers(config) -> None:
     if config.num_attention_heads % config.num_key_value_heads:
         raise ValueError(
             f"num_attention_heads {config.num_attention_heads} is not a multiple of "
@@ -293,7 +299,7 @@ def _check_taps(taps, num_target_layers: int) -> None:
         raise ValueError(f"target_layer_ids {list(taps)} must lie in 0..{num_target_layers - 1} (num_target_layers)")
 
 
-def _check_correction(config: DFlashConfig) -> None:
+def _check_correction(config) -> None:
     given = [key for key in _CORRECTION_KEYS if getattr(config, key) is not None]
     wanted = "DFlash2DraftModel" in (config.architectures or ())
     missing = [key for key in _CORRECTION_KEYS if key not in given]

@@ -155,5 +155,5 @@ def _warpers(temperature, top_k, top_p, min_p) -> LogitsProcessorList:
 
 
 def _warped(warpers: LogitsProcessorList, logits: torch.Tensor) -> torch.Tensor:
-    scores = warpers(None, logits.float().flatten(0, -2))
+    scores = warpers(None, logits.float().reshape(-1, logits.shape[-1]))
     return scores.softmax(-1).view(logits.shape)

@@ -142,6 +142,7 @@ WRONG_TOP = [
     ({"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, "eagle_aux"),
     ({"speculators_model_type": "dflash"}, "speculators_model_type"),
     ({"markov_rank": 256}, "markov_rank"),
+    ({"hidden_act": "sillu"}, "sillu"),
     ({"hidden_size": 0}, "hidden_size"),
     ({"vocab_size": -3}, "vocab_size"),
 ]

@@ -124,7 +124,7 @@ def test_rope_frequencies_survive_a_cast():
 
 
 def test_features_of_a_wrong_width_are_named():
-    with pytest.raises(ValueError, match="64.*3 taps of width 32 make 96"):
+    with pytest.raises(ValueError, match=r"64.*3 taps of width 32 make 96"):
         tiny_drafter()(noise_embeds=torch.zeros(1, 8, 32), context_hidden_states=torch.zeros(1, 2, 64))
 
 
