@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_rope_utils import dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
@@ -40,16 +41,20 @@ class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
             self.inv_freq, self.original_inv_freq = (freq.to(self.inv_freq.device) for freq in exact)
         return self
 
+    @dynamic_rope_update
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Angles [N, 1, n, head_dim] of positions [N, n], as `rotate_positions` takes them."""
-        cos, sin = super().forward(x, position_ids)
-        sin[..., : sin.shape[-1] // 2].neg_()
-        return cos[:, None], sin[:, None]
+        """Cosines and signed sines [N, 1, n, head_dim] of positions [N, n], as `rotate_positions` takes them."""
+        angles = position_ids[:, None, :, None].float() * self.inv_freq.to(x.device, torch.float32)
+        cos, sin = angles.cos(), angles.sin()
+        if self.attention_scaling != 1.0:
+            cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
+        return torch.cat([cos, cos], dim=-1).to(x.dtype), torch.cat([-sin, sin], dim=-1).to(x.dtype)
 
 
 def rotate_positions(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Applies RoPE to x [N, heads, n, head_dim]; angles [N, 1, n, head_dim], the first half of the sines negated."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin)
+    """Applies RoPE to x [N, heads, n, head_dim]: its halves, swapped, meet sines whose first half is negated."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.addcmul(x * cos, torch.cat([second, first], dim=-1), signed_sin)
 
 
 class DFlashAttention(nn.Module):
@@ -164,6 +169,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.norm = DFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = DFlashRotaryEmbedding(config)
         self.candidate_selector = DFlashCandidateSelector(config) if config.has_correction else None
+        self.feature_width = len(config.target_layer_ids) * config.hidden_size
         self.output_multiplier = config.output_multiplier
         self.softcap = config.final_logit_softcapping
         self.post_init()
@@ -225,11 +231,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
     def _check_features(self, features: torch.Tensor) -> None:
-        width = len(self.config.target_layer_ids) * self.config.hidden_size
-        if features.shape[-1] != width:
+        if features.shape[-1] != self.feature_width:
             raise ValueError(
                 f"context_hidden_states have width {features.shape[-1]}, but {len(self.config.target_layer_ids)} taps "
-                f"of width {self.config.hidden_size} make {width}"
+                f"of width {self.config.hidden_size} make {self.feature_width}"
             )
 
     def compute_logits(self, hidden_states: torch.Tensor, output_head: nn.Module) -> torch.Tensor:

@@ -26,14 +26,15 @@ class DFlashDraftCache:
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, block: int):
         """Writes [N, heads, n + block, head_dim] after the context; gives all that `block` queries may see."""
-        end = self.length + keys.shape[2]
+        fresh = keys.shape[2]
+        end = self.length + fresh
         self._reserve(layer_idx, keys, end)
         stored_keys, stored_values = self._keys[layer_idx], self._values[layer_idx]
-        stored_keys[:, :, self.length : end] = keys
-        stored_values[:, :, self.length : end] = values
+        stored_keys.narrow(2, self.length, fresh).copy_(keys)
+        stored_values.narrow(2, self.length, fresh).copy_(values)
         window = self.windows[layer_idx]
         start = 0 if window is None else max(0, end - block - window + 1)
-        return stored_keys[:, :, start:end], stored_values[:, :, start:end]
+        return stored_keys.narrow(2, start, end - start), stored_values.narrow(2, start, end - start)
 
     def keep_context(self, count: int) -> None:
         """Counts the first `count` positions that the last round wrote as context; the rest is forgotten."""
