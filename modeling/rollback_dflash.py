@@ -194,8 +194,8 @@ def _probe(target, run, cache) -> list[str]:
         error = _continuation_error(rollback)
     except Exception as problem:
         raise ValueError(
-            f"{type(target).__name__} cannot be rolled back: a module that drives its state does not run by itself on "
-            f"Transformers' DynamicCache ({type(problem).__name__}: {problem})"
+            f"{type(target).__name__} cannot be rolled back on Transformers' DynamicCache, as the modules that drive "
+            f"its state do not run by themselves: {type(problem).__name__}: {problem}"
         ) from problem
     allowed = max(1e-3, 8 * torch.finfo(rows.dtype).eps)
     if not error <= allowed:

@@ -58,6 +58,8 @@ def _check_capabilities(target) -> None:
     if unknown:
         found = ", ".join(sorted(unknown))
         raise ValueError(f"{name} has layers whose cache cannot be rolled back exactly ({found}); not supported")
+    if not hasattr(model.get_decoder(), "layers"):
+        raise ValueError(f"{name} has no `layers` in what its get_decoder() gives, so its taps cannot be read")
     if not any(keeps_keys(layer) for layer in layers):
         raise ValueError(f"{name} has no attention layer, so its cache does not count tokens; not supported")
     if getattr(model, "_is_stateful", False) and not any(keeps_state(layer) for layer in layers):

@@ -115,18 +115,64 @@ FAMILIES = {
     "lfm2": ("lfm2", {"layer_types": ["conv", "conv", "full_attention", "conv"]}),
     "bamba": ("bamba", _MAMBA | {"attn_layer_indices": [2]}),
     "falcon_h1": ("falcon_h1", _MAMBA | {"mamba_d_ssm": 64}),
-    "jamba": ("jamba", {"attn_layer_period": 4, "attn_layer_offset": 2, "mamba_d_state": 8, "num_experts": 4}),
+}
+
+# Decoders that cannot be rolled back, with the part of the message that says why.
+REFUSED = {
+    "jamba": (
+        "jamba",
+        {"attn_layer_period": 4, "attn_layer_offset": 2, "mamba_d_state": 8, "num_experts": 4},
+        "cannot continue its state over several tokens",
+    ),
+    "zamba": (
+        "zamba",
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "n_mamba_heads": 2, "mamba_dt_rank": 4},
+        "cannot continue its state over several tokens",
+    ),
+    "minimax": (
+        "minimax",
+        _LOCAL_MOE | {"head_dim": 8, "block_size": 8, "layer_types": ["linear_attention", "full_attention"] * 2},
+        "cannot be rolled back on Transformers' DynamicCache",
+    ),
+    "recurrent_gemma": (
+        "recurrent_gemma",
+        {"head_dim": 8, "lru_width": WIDTH, "attention_window_size": WINDOW},
+        "state outside its cache|no module that is handed the cache",
+    ),
+    "mamba2": (
+        "mamba2",
+        {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
+        "no attention layer|takes no cache",
+    ),
+    "llama4": (
+        "llama4_text",
+        {
+            "head_dim": 8,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 48,
+            "attention_chunk_size": 8,
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+        },
+        "chunked_attention",
+    ),
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        _MLA | _ROUTED | {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4, "num_key_value_heads": 4},
+        "indexed_attention|sparse_attention",
+    ),
+    "deepseek_v4": ("deepseek_v4", {}, "compressed_sparse_attention"),
+    "gpt2": ("gpt2", {}, "no `layers`"),
 }
 
 
 def exists(family: str) -> bool:
     """Whether the installed transformers knows the family."""
-    return FAMILIES[family][0] in CONFIG_MAPPING
+    return (FAMILIES | REFUSED)[family][0] in CONFIG_MAPPING
 
 
 def build_target(family: str, seed: int = 0, dtype=torch.float64, **overrides):
     """A random target of the family, in evaluation mode."""
-    model_type, settings = FAMILIES[family]
+    model_type, settings, *_ = (FAMILIES | REFUSED)[family]
     nested = "text_config" in settings
     text = _BASE | (settings["text_config"] if nested else settings) | overrides
     config = AutoConfig.for_model(model_type, **(settings | {"text_config": text} if nested else text))
