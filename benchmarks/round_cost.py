@@ -5,7 +5,7 @@
 A tiny pair (4-layer target of width 64, 2-layer drafter, block 8, one thread) makes Python the cost. All decode the
 same prompt in turns with the same weights, each on its own copy of the target, and must give the same tokens.
 Transformers' own path is measured with its own drafter class, and once more with ours, which is faster, in its place.
-With `--smollm2`, also the share of a round that is spent outside the two models' forward passes on the embedded default.
+With `--smollm2`, also the share of a round that the embedded default spends outside the two models' forward passes.
 """
 
 import argparse

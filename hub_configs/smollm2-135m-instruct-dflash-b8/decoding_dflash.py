@@ -13,7 +13,7 @@ from transformers.utils import ModelOutput
 
 from .cache_dflash import DFlashDraftCache
 from .sampling_dflash import DraftProposal, Sampler, Verdict
-from .target_dflash import TargetSession, check_pair
+from .target_dflash import TargetSession, check_pair, unwrap
 
 
 @dataclass
@@ -246,7 +246,7 @@ def _check_prompt(input_ids, attention_mask, target) -> torch.Tensor:
         raise ValueError(f"input_ids must be integers [1, P], got {tuple(input_ids.shape)} of {input_ids.dtype}")
     if input_ids.shape[0] > 1:
         raise ValueError(f"input_ids has {input_ids.shape[0]} rows; one sequence a call is supported")
-    weight = target.get_input_embeddings().weight
+    weight = unwrap(target).get_input_embeddings().weight
     low, high = input_ids.min().item(), input_ids.max().item()
     if low < 0 or high >= weight.shape[0]:
         raise ValueError(f"input_ids span {low}..{high}, but the target's embedding has {weight.shape[0]} rows")

@@ -5,11 +5,19 @@ import threading
 
 import torch
 from torch.nn import functional
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache
 
-# Cache layers that crop exactly, and the attention patterns they stand for.
-_EXACT_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-_EXACT_PATTERNS = {"full_attention", "sliding_attention"}
+from .rollback_dflash import CacheRollback, find_mixers, keeps_keys, keeps_state
+
+# Attention patterns, and the cache layers they use, that roll back exactly: by cropping, or by restoring and replaying.
+_PATTERNS = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "moe", "mlp", "dummy"}
+_LAYERS = {
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "DummyLayer",
+}
 
 
 def check_pair(config, target) -> None:
@@ -18,9 +26,10 @@ def check_pair(config, target) -> None:
     Nothing here depends on the target's name: only on its shapes and on what its cache can do.
     """
     _check_capabilities(target)
-    text = target.config.get_text_config(decoder=True)
-    rows, width = target.get_input_embeddings().weight.shape
-    depth = len(target.get_decoder().layers)
+    model = unwrap(target)
+    text = model.config.get_text_config(decoder=True)
+    rows, width = model.get_input_embeddings().weight.shape
+    depth = len(model.get_decoder().layers)
     facts = (
         ("hidden_size", config.hidden_size, "the target's hidden size", text.hidden_size),
         ("hidden_size", config.hidden_size, "the width of the target's embedding", width),
@@ -32,22 +41,74 @@ def check_pair(config, target) -> None:
             raise ValueError(f"this drafter belongs to another target: its {name} is {ours}, {what} is {theirs}")
     if config.mask_token_id >= rows:
         raise ValueError(f"mask_token_id {config.mask_token_id} has no row in the target's embedding of {rows} rows")
+    _mixers(target)
 
 
 def _check_capabilities(target) -> None:
-    name = type(target).__name__
-    if getattr(target.config, "is_encoder_decoder", False) or not hasattr(target, "get_decoder"):
+    model = unwrap(target)
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False) or not hasattr(model, "get_decoder"):
         raise ValueError(f"{name} is not a decoder-only language model; only such targets are supported")
-    if target.get_output_embeddings() is None:
+    if model.get_output_embeddings() is None:
         raise ValueError(f"{name} has no language model head; load the target with AutoModelForCausalLM")
-    if getattr(target, "_is_stateful", False):
-        raise ValueError(f"{name} keeps a recurrent state that cannot be rolled back exactly; it is not supported yet")
-    text = target.config.get_text_config(decoder=True)
-    patterns = set(getattr(text, "layer_types", None) or ()) - _EXACT_PATTERNS
-    layers = {type(layer) for layer in DynamicCache(config=target.config).layers} - set(_EXACT_LAYERS)
-    if patterns or layers:
-        found = ", ".join(sorted(patterns | {layer.__name__ for layer in layers}))
-        raise ValueError(f"{name} has layers whose cache cannot be rolled back exactly ({found}); not supported yet")
+    _cache_argument(target)
+    unknown = _patterns(model.config.get_text_config(decoder=True)) - _PATTERNS
+    layers = [] if unknown else DynamicCache(config=model.config).layers
+    unknown |= {type(layer).__name__ for layer in layers} - _LAYERS
+    if unknown:
+        found = ", ".join(sorted(unknown))
+        raise ValueError(f"{name} has layers whose cache cannot be rolled back exactly ({found}); not supported")
+    if not hasattr(model.get_decoder(), "layers"):
+        raise ValueError(f"{name} has no `layers` in what its get_decoder() gives, so its taps cannot be read")
+    if not any(keeps_keys(layer) for layer in layers):
+        raise ValueError(f"{name} has no attention layer, so its cache does not count tokens; not supported")
+    if getattr(model, "_is_stateful", False) and not any(keeps_state(layer) for layer in layers):
+        raise ValueError(f"{name} keeps a state outside its cache, where it cannot be rolled back; not supported")
+
+
+def _patterns(text) -> set[str]:
+    """The attention patterns of a text config's layers."""
+    named = getattr(text, "layer_types", None)
+    if named is None:
+        return {"full_attention"} if getattr(text, "attention_chunk_size", None) is None else {"chunked_attention"}
+    return set(named)
+
+
+def unwrap(target):
+    """The Transformers model inside a `torch.compile`d or PEFT-wrapped one."""
+    target = getattr(target, "_orig_mod", target)
+    return target.get_base_model() if hasattr(target, "get_base_model") else target
+
+
+def _cache_argument(target) -> str:
+    """The name under which the target's forward takes its cache; it changed with Transformers 5.24."""
+    parameters = inspect.signature(unwrap(target).forward).parameters
+    for name in ("cache", "past_key_values"):
+        if name in parameters:
+            return name
+    raise ValueError(f"{type(unwrap(target)).__name__}.forward takes no cache, only {', '.join(parameters)}")
+
+
+def _mixers(target) -> list[str]:
+    """Names of the modules that drive the target's states; raises `ValueError` if these cannot be rolled back."""
+    return find_mixers(unwrap(target), lambda *inputs: _run(target, *inputs, logits_to_keep=1))
+
+
+def _run(target, ids, position_ids, cache, logits_to_keep: int):
+    """The target's output for new tokens [N, n], after those in the cache.
+
+    Which logits to keep is said by index: told a number, a target whose last layers share keys runs those layers on
+    that many tokens only, and their taps would lack the others.
+    """
+    count = ids.shape[1]
+    kept = 0 if logits_to_keep == count else torch.arange(count - logits_to_keep, count, device=ids.device)
+    return target(
+        input_ids=ids,
+        position_ids=position_ids,
+        use_cache=True,
+        logits_to_keep=kept,
+        **{_cache_argument(target): cache},
+    )
 
 
 class TargetSession:
@@ -60,17 +121,17 @@ class TargetSession:
 
     def __init__(self, target, target_layer_ids):
         self.target = target
+        self.model = unwrap(target)
         self.target_layer_ids = list(target_layer_ids)
-        self.device = target.get_input_embeddings().weight.device
-        self.cache = DynamicCache(config=target.config)
-        self.cache.activate_past_recording()
-        self._cache_name = "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
+        self.device = self.model.get_input_embeddings().weight.device
+        self.cache = DynamicCache(config=self.model.config)
+        self._rollback = CacheRollback(self.cache, self.model.get_decoder().layers, _mixers(target))
         self._taps: dict[int, torch.Tensor] = {}
         self._hooks: list = []
 
     def __enter__(self):
         thread = threading.get_ident()  # a target may serve several threads, each with its own session
-        decoder = self.target.get_decoder()
+        decoder = self.model.get_decoder()
         last = len(decoder.layers) - 1
 
         def keep(tap):
@@ -84,6 +145,7 @@ class TargetSession:
             # hidden_states[i + 1] of the last layer is taken after the final norm, so it is the decoder's output.
             module = decoder.layers[tap] if tap < last else decoder
             self._hooks.append(module.register_forward_hook(keep(tap)))
+        self._hooks += self._rollback.attach()
         return self
 
     def __exit__(self, *_):
@@ -92,24 +154,22 @@ class TargetSession:
 
     def embed(self, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Raw embedding rows [..., H] of ids, bypassing whatever the target does to them, times `scale`."""
-        rows = functional.embedding(ids, self.target.get_input_embeddings().weight)
+        rows = functional.embedding(ids, self.model.get_input_embeddings().weight)
         return rows if scale == 1.0 else rows * scale
 
     def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The target's output head on hidden states [..., H] of any device and dtype."""
-        head = self.target.get_output_embeddings()
+        head = self.model.get_output_embeddings()
         return head(hidden_states.to(head.weight.device, head.weight.dtype))
 
     def forward(self, ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: int):
-        """Appends ids [N, n] -> logits [N, logits_to_keep, V] on the session's device, and features [N, n, K*H]."""
+        """Appends ids [N, n] -> logits [N, logits_to_keep, V] on the session's device, and features [N, n, K*H].
+
+        Tokens whose logits were asked for can be taken back, except the first of them.
+        """
         before = self.cache.get_seq_length()
-        output = self.target(
-            input_ids=ids,
-            position_ids=position_ids,
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-            **{self._cache_name: self.cache},
-        )
+        with self._rollback.forward(ids.shape[1], tentative=logits_to_keep > 1):
+            output = _run(self.target, ids, position_ids, self.cache, logits_to_keep)
         if self.cache.get_seq_length() != before + ids.shape[1]:
             raise ValueError(
                 f"the target's cache went from {before} to {self.cache.get_seq_length()} positions on {ids.shape[1]} "
@@ -121,4 +181,4 @@ class TargetSession:
 
     def rollback(self, count: int) -> None:
         """Takes the last `count` tokens back. Called after every forward: sliding layers trim themselves here."""
-        self.cache.crop(-count)
+        self._rollback.take_back(count)
