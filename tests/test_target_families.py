@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from transformers import T5Config, T5ForConditionalGeneration
+
 from dflash.modeling.configuration_dflash import DFlashConfig
 from dflash.modeling.modeling_dflash import DFlashDraftModel
 from dflash.modeling.sampling_dflash import DraftProposal
 from dflash.modeling.target_dflash import TargetSession, check_pair
 from families import FAMILIES, LAYERS, REFUSED, VOCABULARY, WIDTH, WINDOW, build_target, exists
-from transformers import T5Config, T5ForConditionalGeneration
 
 BLOCK = 5
 BUDGET = 33
