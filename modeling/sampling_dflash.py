@@ -15,6 +15,15 @@ from transformers.generation.logits_process import (
 )
 
 
+# Settings of a generation config that only `generate` applies, and what they are when off (besides None and 0).
+_NOT_APPLIED = {
+    **dict.fromkeys(("repetition_penalty", "num_beams", "guidance_scale", "diversity_penalty"), (1,)),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens", "bad_words_ids", "sequence_bias"), ()),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"), ()),
+    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config", "stop_strings"), ()),
+}
+
+
 @dataclass
 class DraftProposal:
     """Draft tokens [N, w-1] and the distributions [N, w-1, V] they were drawn from; None: certain (one-hot)."""
@@ -122,6 +131,12 @@ def next_token_distribution(target: torch.Tensor, proposal: DraftProposal, accep
     complete = (accepted == proposal.tokens.shape[1])[:, None]
     # A residual without mass means p = q up to rounding: then the rejection itself was rounding, and p is right.
     return torch.where(complete | (mass <= 0), p, residual / mass.clamp(min=torch.finfo(p.dtype).tiny))
+
+
+def ignored_settings(generation_config) -> list[str]:
+    """Settings of a generation config that would change what `generate` gives, but are not applied here."""
+    found = {name: getattr(generation_config, name, None) for name in _NOT_APPLIED}
+    return [f"{name}={value}" for name, value in found.items() if value not in (None, 0, *_NOT_APPLIED[name])]
 
 
 def _verify_greedy(proposal: DraftProposal | None, logits: torch.Tensor) -> Verdict:

@@ -12,7 +12,7 @@ import torch
 from transformers.utils import ModelOutput
 
 from .cache_dflash import DFlashDraftCache
-from .sampling_dflash import DraftProposal, Sampler, Verdict
+from .sampling_dflash import DraftProposal, Sampler, Verdict, ignored_settings
 from .target_dflash import TargetSession, check_pair, unwrap
 
 
@@ -87,6 +87,10 @@ def speculative_generate(draft, target, input_ids, attention_mask=None, return_d
     budget = _resolve_budget(options.pop("max_new_tokens"), options.pop("max_length"), input_ids.shape[1])
     stops = _resolve_stops(options.pop("stop_token_ids"), target)
     sampler = Sampler(**options)
+    if ignored := ignored_settings(getattr(target, "generation_config", None)):
+        warnings.warn(
+            f"not applied, though the target's generation config asks for it: {', '.join(ignored)}", stacklevel=3
+        )
     was_training = draft.training
     draft.eval()
     try:

@@ -241,6 +241,18 @@ def test_wrong_arguments_are_named(case):
         tiny_drafter().spec_generate(target=tiny_target(), **arguments)
 
 
+def test_settings_that_only_generate_applies_are_named():
+    target, ids = tiny_target(), tiny_prompt(4)
+    target.generation_config.repetition_penalty = 1.05
+    with pytest.warns(UserWarning, match=r"repetition_penalty=1\.05"):
+        tiny_drafter().spec_generate(target=target, input_ids=ids, max_new_tokens=3)
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_ordinary_target_gives_no_warning():
+    tiny_drafter().spec_generate(target=tiny_target(), input_ids=tiny_prompt(4), max_new_tokens=3)
+
+
 def test_a_batch_encoding_is_explained():
     with pytest.raises(TypeError, match=r"\*\*inputs"):
         tiny_drafter().spec_generate(target=tiny_target(), input_ids={"input_ids": tiny_prompt(3)}, max_new_tokens=2)
