@@ -14,7 +14,6 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-
 # Settings of a generation config that only `generate` applies, and what they are when off (besides None and 0).
 _NOT_APPLIED = {
     **dict.fromkeys(("repetition_penalty", "num_beams", "guidance_scale", "diversity_penalty"), (1,)),
