@@ -155,14 +155,14 @@ def smollm2() -> None:
     draft = DFlashDraftModel.from_pretrained(demo.DRAFTER, dtype=torch.float32).eval()
     messages = [{"role": "user", "content": "How many positive whole-number divisors does 196 have?"}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    spent = {"target": 0.0, "drafter": 0.0, "head of the draft": 0.0}
-    target.forward = timed(target.forward, spent, "target")
-    draft.forward = timed(draft.forward, spent, "drafter")
-    TargetSession.head = timed(TargetSession.head, spent, "head of the draft")
+    spent = {"target's forward": 0.0, "drafter's forward": 0.0, "the head it borrows": 0.0}
+    target.forward = timed(target.forward, spent, "target's forward")
+    draft.forward = timed(draft.forward, spent, "drafter's forward")
+    TargetSession.head = timed(TargetSession.head, spent, "the head it borrows")
     output = draft.spec_generate(target=target, **inputs, max_new_tokens=64, return_dict=True)
     rounds = output.emitted.shape[1]
     total = output.draft_time + output.verify_time
-    spent["target"] -= output.prefill_time
+    spent["target's forward"] -= output.prefill_time
     print(f"SmolLM2-135M, {total / rounds * 1000:.0f} ms a round, tau {output.tau:.2f}, of which")
     for name, seconds in spent.items():
         print(f"  {name}: {seconds / total:.1%}")

@@ -123,6 +123,17 @@ def test_rope_frequencies_survive_a_cast():
     assert draft.rotary_emb.inv_freq.dtype == torch.float32 and torch.equal(draft.rotary_emb.inv_freq, before)
 
 
+@pytest.mark.parametrize("given", [None, 1.41589])
+def test_yarn_keeps_the_attention_factor_of_the_checkpoint(tmp_path, given):
+    scaling = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 64}
+    scaling |= {"mscale": 1.0, "mscale_all_dim": 1.0} | ({"attention_factor": given} if given else {})
+    tiny_drafter(rope_theta=50000.0, rope_scaling=scaling).save_pretrained(tmp_path)
+    draft = DFlashDraftModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    cos, _ = draft.rotary_emb(torch.zeros(1, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.long))
+    assert cos.flatten()[0].item() == pytest.approx(given or 1.0)
+    assert draft.rotary_emb.inv_freq.dtype == torch.float32
+
+
 def test_features_of_a_wrong_width_are_named():
     with pytest.raises(ValueError, match=r"64.*3 taps of width 32 make 96"):
         tiny_drafter()(noise_embeds=torch.zeros(1, 8, 32), context_hidden_states=torch.zeros(1, 2, 64))
