@@ -99,7 +99,8 @@ def _sha256(path: Path) -> str:
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Dequantises a GGUF file into a float32 Transformers folder with its tokenizer."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     try:
         import gguf as _reader  # noqa: F401
@@ -107,9 +108,10 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
         raise ImportError("the demo reads a GGUF file: pip install 'dflash-transformers[demo]'") from error
     where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
-    model = AutoModelForCausalLM.from_pretrained(
-        **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-    )
+    quantization = {}
+    if hasattr(transformers, "GgufConfig"):  # older versions always dequantise
+        quantization["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(**where, **quantization, dtype=torch.float32)
     settings = model.config.to_dict()
     settings.pop("quantization_config", None)
     plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), dtype=torch.float32)
