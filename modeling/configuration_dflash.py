@@ -4,6 +4,7 @@ import math
 import warnings
 from types import SimpleNamespace
 
+import torch
 from transformers.activations import ACT2FN
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
@@ -92,13 +93,17 @@ class DFlashConfig(Qwen3Config):
         _require(settings, _REQUIRED_LAYERS, "config.json")
         _check_rope(settings)
         _check_windows(settings)
+        _check_dtype(settings)
         causal = dflash.pop("causal")
         is_causal = settings.pop("is_causal", None)
         if None not in (causal, is_causal) and causal != is_causal:
             warnings.warn(f"is_causal={is_causal} decides over dflash_config.causal={causal}", stacklevel=2)
         dflash["is_causal"] = causal if is_causal is None else is_causal
         _check(SimpleNamespace(**{"architectures": None, **settings, **dflash}))
-        super().__init__(**settings)
+        try:
+            super().__init__(**settings)
+        except Exception as error:  # the kinds differ between versions of Transformers
+            raise ValueError(f"config.json is not a Qwen3 config: {error}") from error
         for key, value in dflash.items():
             setattr(self, key, value)
 
@@ -142,7 +147,7 @@ def _check(config) -> None:
     for name in (*_REQUIRED_LAYERS, "block_size"):
         if name not in ("hidden_act", "rms_norm_eps", "attention_bias", "layer_types"):
             _check_positive_int(name, getattr(config, name))
-    if config.hidden_act not in ACT2FN:
+    if not isinstance(config.hidden_act, str) or config.hidden_act not in ACT2FN:
         raise ValueError(f"hidden_act {config.hidden_act!r} is not an activation that Transformers knows")
     _check_numbers(config)
     _check_layers(config)
@@ -233,13 +238,15 @@ def _check_rope(settings: dict) -> None:
     partial = [place["partial_rotary_factor"] for place in (*given, settings) if "partial_rotary_factor" in place]
     if set(partial) - {1.0, None}:
         raise ValueError(f"partial_rotary_factor {partial} is not implemented; RoPE covers the whole head")
-    kinds = [place.get("rope_type", place.get("type", "default")) for place in given]
+    kinds = [place.get("rope_type") or place.get("type") or "default" for place in given]
     if len(set(kinds)) > 1:
         raise ValueError(f"rope_scaling and rope_parameters name different RoPE types: {kinds}")
-    if kinds and kinds[0] in ("yarn", "longrope", "llama3"):
-        known = {key for place in given for key in place} | set(settings)
-        if "original_max_position_embeddings" not in known:
-            raise ValueError(f"RoPE type {kinds[0]!r} needs original_max_position_embeddings, config.json has none")
+    known = {key for place in given for key, value in place.items() if value is not None} | set(settings)
+    extra = {key for place in given for key in place if key in known} - {"rope_theta", "rope_type", "type"}
+    if kinds and kinds[0] == "default" and extra - {"partial_rotary_factor"}:
+        raise ValueError(f"RoPE has {', '.join(sorted(extra))} but no rope_type that uses them")
+    if kinds and kinds[0] in ("yarn", "longrope", "llama3") and "original_max_position_embeddings" not in known:
+        raise ValueError(f"RoPE type {kinds[0]!r} needs original_max_position_embeddings, config.json has none")
 
 
 def _check_windows(settings: dict) -> None:
@@ -257,6 +264,13 @@ def _check_windows(settings: dict) -> None:
         _check_positive_int("sliding_window", settings.get("sliding_window"))
     if settings.get("use_sliding_window") and not slides:
         raise ValueError("use_sliding_window is true but no entry of layer_types is sliding_attention")
+
+
+def _check_dtype(settings: dict) -> None:
+    dtype = settings.get("dtype", settings.get("torch_dtype"))
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, (torch.dtype, type(None))) or (found is None and dtype is not None):
+        raise ValueError(f"dtype must name a torch dtype, config.json has {dtype!r}")
 
 
 def _check_numbers(config) -> None:

@@ -178,16 +178,16 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
         """As in Transformers, but a checkpoint whose tensors are not exactly this model's raises `ValueError`."""
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
-        )
-        problems = {kind: sorted(map(str, info.get(kind) or ())) for kind in ("missing_keys", "unexpected_keys")}
-        if any(problems.values()):
-            raise ValueError(
-                f"{pretrained_model_name_or_path}: config.json and weights disagree. Tensors that the config asks for "
-                f"but the file lacks: {problems['missing_keys']}; tensors that the config has no place for: "
-                f"{problems['unexpected_keys']}"
-            )
+        kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)  # so that all problems are named at once
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+        problems = {
+            "tensors that the config asks for but the file lacks": info["missing_keys"],
+            "tensors that the config has no place for": info["unexpected_keys"],
+            "tensors whose shape in the file is not that of the config": info["mismatched_keys"],
+        }
+        found = "; ".join(f"{what}: {', '.join(sorted(map(str, names)))}" for what, names in problems.items() if names)
+        if found:
+            raise ValueError(f"{pretrained_model_name_or_path}: config.json and weights disagree. {found}")
         return (model, info) if wants_info else model
 
     def forward(

@@ -139,17 +139,20 @@ def test_features_of_a_wrong_width_are_named():
         tiny_drafter()(noise_embeds=torch.zeros(1, 8, 32), context_hidden_states=torch.zeros(1, 2, 64))
 
 
-@pytest.mark.parametrize("change", ["missing", "unexpected"])
+@pytest.mark.parametrize("change", ["missing", "unexpected", "mismatched"])
 def test_weights_that_do_not_match_are_refused(tmp_path, change):
     """Transformers would only warn, and decode with random tensors or with half a model."""
     tiny_drafter().save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     if change == "missing":
         weights.pop("layers.1.mlp.up_proj.weight")
+    elif change == "mismatched":
+        weights["layers.1.mlp.up_proj.weight"] = torch.zeros(47, 32)
     else:
         weights["layers.2.mlp.up_proj.weight"] = torch.zeros(2, 2)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="up_proj"):
+    shapes = r".*\[47, 32\].*\[48, 32\]" if change == "mismatched" else ""
+    with pytest.raises(ValueError, match=f"up_proj{shapes}"):
         DFlashDraftModel.from_pretrained(tmp_path)
 
 
