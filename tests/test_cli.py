@@ -5,28 +5,9 @@ import json
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from dflash import cli
-from dflash.checkpoint import write_checkpoint
-from tiny import VOCAB, plain, tiny_drafter, tiny_target
-
-TEMPLATE = "{% for message in messages %}w1 {{ message['content'] }} w2 {% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """Folders of a target (float32) with tokenizer, and of its drafter."""
-    root = tmp_path_factory.mktemp("pair")
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(root / "target")
-    tiny_target(dtype=torch.float32).save_pretrained(root / "target")
-    write_checkpoint(tiny_drafter(dtype=torch.float32), root / "draft")
-    return ["--target", str(root / "target"), "--draft", str(root / "draft"), "--device", "cpu"]
+from tiny import plain, tiny_target
 
 
 def run(capsys, *arguments):

@@ -6,8 +6,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from dflash.modeling.configuration_dflash import DFlashConfig
 from dflash.modeling.modeling_dflash import DFlashDraftModel
+from dflash.modeling.pairing_dflash import check_pair
 from dflash.modeling.sampling_dflash import DraftProposal
-from dflash.modeling.target_dflash import TargetSession, check_pair
+from dflash.modeling.target_dflash import TargetSession
 from families import FAMILIES, LAYERS, REFUSED, VOCABULARY, WIDTH, WINDOW, build_target, exists
 
 BLOCK = 5

@@ -1,7 +1,8 @@
 """Small random models for the tests, and a drafter whose proposals are scripted."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.modeling.sampling_dflash import DraftProposal
@@ -62,6 +63,15 @@ def drafter_settings(layers="full", block_size=8, **changes):
 def tiny_drafter(layers="full", block_size=8, seed=0, dtype=torch.float64, cls=DFlashDraftModel, **changes):
     torch.manual_seed(seed)
     return cls(DFlashConfig(**drafter_settings(layers, block_size, **changes))).to(dtype).eval()
+
+
+def word_tokenizer(count=VOCAB):
+    """A tokenizer of `count` words: w0 (also padding and unknown), w1, ..."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0")
+    tokenizer.chat_template = "{% for message in messages %}w1 {{ message['content'] }} w2 {% endfor %}"
+    return tokenizer
 
 
 def tiny_prompt(length, seed=0, vocab=VOCAB):

@@ -12,8 +12,9 @@ import torch
 from transformers.utils import ModelOutput
 
 from .cache_dflash import DFlashDraftCache
+from .pairing_dflash import check_pair
 from .sampling_dflash import DraftProposal, Sampler, Verdict, ignored_settings
-from .target_dflash import TargetSession, check_pair, unwrap
+from .target_dflash import TargetSession, unwrap
 
 
 @dataclass

@@ -18,6 +18,7 @@ from .cache_dflash import DFlashDraftCache
 from .configuration_dflash import DFlashConfig
 from .correction_dflash import DFlashBlockConv, DFlashCandidateSelector
 from .decoding_dflash import speculative_generate
+from .pairing_dflash import PairReport, report_pair
 from .sampling_dflash import DraftProposal
 
 
@@ -258,6 +259,18 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if self.candidate_selector is not None:
             return self.candidate_selector.propose(slots, logits, anchor, pick)
         return DraftProposal(*pick(logits))
+
+    def check_target(self, target: PreTrainedModel, tokenizer=None) -> PairReport:
+        """What was checked and resolved for this drafter on `target`; see `pairing_dflash.PairReport`.
+
+        Args:
+            target: the target.
+            tokenizer (*optional*): the target's tokenizer, without which mask and provenance are not compared with it.
+
+        Raises:
+            ValueError: the two cannot work together; the message names both values.
+        """
+        return report_pair(self, target, tokenizer)
 
     def spec_generate(
         self,

@@ -20,31 +20,8 @@ _LAYERS = {
 }
 
 
-def check_pair(config, target) -> None:
-    """Raises `ValueError`, with what to do, if the drafter's config cannot belong to `target` or it cannot roll back.
-
-    Nothing here depends on the target's name: only on its shapes and on what its cache can do.
-    """
-    _check_capabilities(target)
-    model = unwrap(target)
-    text = model.config.get_text_config(decoder=True)
-    rows, width = model.get_input_embeddings().weight.shape
-    depth = len(model.get_decoder().layers)
-    facts = (
-        ("hidden_size", config.hidden_size, "the target's hidden size", text.hidden_size),
-        ("hidden_size", config.hidden_size, "the width of the target's embedding", width),
-        ("num_target_layers", config.num_target_layers, "the target's number of layers", depth),
-        ("vocab_size", config.vocab_size, "the target's vocabulary", text.vocab_size),
-    )
-    for name, ours, what, theirs in facts:
-        if ours != theirs:
-            raise ValueError(f"this drafter belongs to another target: its {name} is {ours}, {what} is {theirs}")
-    if config.mask_token_id >= rows:
-        raise ValueError(f"mask_token_id {config.mask_token_id} has no row in the target's embedding of {rows} rows")
-    _mixers(target)
-
-
-def _check_capabilities(target) -> None:
+def check_capabilities(target) -> None:
+    """Raises `ValueError`, naming what is missing, unless `target` is a decoder whose cache can be rolled back."""
     model = unwrap(target)
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False) or not hasattr(model, "get_decoder"):
@@ -89,7 +66,7 @@ def _cache_argument(target) -> str:
     raise ValueError(f"{type(unwrap(target)).__name__}.forward takes no cache, only {', '.join(parameters)}")
 
 
-def _mixers(target) -> list[str]:
+def mixers_of(target) -> list[str]:
     """Names of the modules that drive the target's states; raises `ValueError` if these cannot be rolled back."""
     return find_mixers(unwrap(target), lambda *inputs: _run(target, *inputs, logits_to_keep=1))
 
@@ -125,7 +102,7 @@ class TargetSession:
         self.target_layer_ids = list(target_layer_ids)
         self.device = self.model.get_input_embeddings().weight.device
         self.cache = DynamicCache(config=self.model.config)
-        self._rollback = CacheRollback(self.cache, self.model.get_decoder().layers, _mixers(target))
+        self._rollback = CacheRollback(self.cache, self.model.get_decoder().layers, mixers_of(target))
         self._taps: dict[int, torch.Tensor] = {}
         self._hooks: list = []
 
