@@ -1,42 +1,27 @@
 """`dflash generate`: decode one prompt with a target and its drafter, and say what it cost."""
 
 import json
-import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import TextStreamer
 
-from dflash import demo
-from dflash.modeling.modeling_dflash import DFlashDraftModel
+from dflash.loading import PairOptions, encode, load, say
 
 
-@dataclass(frozen=True)
-class GenerateOptions:
-    """What the command line asks for; `target` and `draft` are folders or Hub repositories."""
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(PairOptions):
+    """What the command line asks for."""
 
     prompt: str
-    target: str | None = None
-    draft: str | None = None
-    demo: bool = False
-    revision: str | None = None
-    draft_revision: str | None = None
-    max_new_tokens: int = 256
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     draft_temperature: float = 0.0
-    block_size: int | None = None
     seed: int | None = None
-    system: str | None = None
-    raw: bool = False
-    device: str | None = None
-    dtype: str | None = None
     compare: bool = False
-    json: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,50 +52,17 @@ class Report:
 def run(options: GenerateOptions) -> int:
     """Runs the command; 0, or 3 if plain greedy decoding gave other tokens."""
     target, draft, tokenizer = load(options)
-    inputs = encode(tokenizer, options, target.device)
+    inputs = encode(tokenizer, options.prompt, options, target.device)
     streamer = None if options.json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     report = decode(target, draft, tokenizer, inputs, options, streamer)
     print(json.dumps(asdict(report)) if options.json else f"\n[{report.summary()}]")
     if report.identical is False:
-        _say(
+        say(
             "the tokens differ from plain decoding. In bfloat16 or float16 a tie may round either way (try --dtype "
             "float32); in float32 this is a bug, please report it"
         )
         return 3
     return 0
-
-
-def load(options: GenerateOptions):
-    """Target, drafter and tokenizer, on one device."""
-    target_name, draft_name = options.target, options.draft
-    if options.demo:
-        target_name, draft_name = str(demo.demo_target(_say)), str(demo.DRAFTER)
-    device = options.device or default_device()
-    dtype = options.dtype or ("float32" if device == "cpu" else "auto")
-    _say(f"loading target {_short(target_name)} on {device} in {dtype}")
-    target = AutoModelForCausalLM.from_pretrained(target_name, revision=options.revision, dtype=dtype).to(device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(target_name, revision=options.revision)
-    _say(f"loading drafter {_short(draft_name)}")
-    draft = DFlashDraftModel.from_pretrained(draft_name, revision=options.draft_revision, dtype=dtype).to(device).eval()
-    return target, draft, tokenizer
-
-
-def default_device() -> str:
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def encode(tokenizer, options: GenerateOptions, device):
-    """The prompt as a user turn of the tokenizer's chat template, or as it is with `raw`."""
-    if options.raw:
-        return tokenizer(options.prompt, return_tensors="pt").to(device)
-    if not tokenizer.chat_template:
-        raise ValueError("this tokenizer has no chat template; pass --raw to use the prompt as it is")
-    messages = [{"role": "system", "content": options.system}] if options.system else []
-    messages.append({"role": "user", "content": options.prompt})
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    return encoded.to(device)
 
 
 def decode(target, draft, tokenizer, inputs, options: GenerateOptions, streamer) -> Report:
@@ -135,7 +87,7 @@ def decode(target, draft, tokenizer, inputs, options: GenerateOptions, streamer)
     new = output.sequences[0, prompt["input_ids"].shape[1] :]
     plain_speed, identical = None, None
     if options.compare:
-        _say("decoding the same prompt without a drafter")
+        say("decoding the same prompt without a drafter")
         plain_speed, identical = compare(target, prompt, sampling, options.max_new_tokens, output.sequences)
     return Report(
         text=tokenizer.decode(new, skip_special_tokens=True),
@@ -158,11 +110,3 @@ def compare(target, prompt, sampling, max_new_tokens: int, ours) -> tuple[float,
     seconds = time.perf_counter() - begin
     speed = (plain.shape[1] - prompt["input_ids"].shape[1]) / seconds
     return speed, torch.equal(plain, ours) if greedy else None
-
-
-def _short(name: str) -> str:
-    return Path(name).name if Path(name).exists() else name
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
