@@ -93,27 +93,30 @@ def test_a_round_that_reaches_a_stop_token_says_nothing_of_its_slots():
 def test_margins_are_those_of_both_ways():
     block = torch.tensor([[1.0, 2.0, 0.0], [3.0, 2.75, 0.0], [0.0, 0.5, 2.0]])
     steps = torch.tensor([[1.0, 2.0, 0.0], [3.0, 3.125, 0.0], [3.0, 0.5, 2.0]])
-    small, large = check.disagreements(0, block, steps)
+    small, large = check.disagreements(0, block, steps, limit=0.5)
     assert (small.position, small.block_token, small.step_token) == (1, 0, 1)
     assert (small.block_margin, small.step_margin, small.large) == (0.25, 0.125, False)
     assert (large.position, large.block_token, large.step_token) == (2, 2, 0)
     assert (large.block_margin, large.step_margin, large.large) == (2.0, 1.0, True)
 
 
-def test_the_threshold_lies_between_rounding_and_bugs():
-    assert 0.375 < check.LARGE_MARGIN < 0.6
+def test_the_limit_lies_between_rounding_and_bugs():
+    assert 0.375 < check.large_margin(torch.bfloat16) == check.large_margin(torch.float16) < 0.6
+    assert 2e-4 < check.large_margin(torch.float32) == check.large_margin(torch.float64) < 0.1
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 1"),
-        ('{"text": "a"}', "prompt.*turns"),
-        ('{"turns": []}', "turns"),
-        ('{"prompt": 3}', "3"),
-        ("", "no"),
-    ],
-)
+UNREADABLE = [
+    ("{", "line 1"),
+    ("[3]", r"\[3\]"),
+    ('{"text": "a"}', "prompt.*turns"),
+    ('{"turns": []}', "turns"),
+    ('{"turns": "a"}', "turns"),
+    ('{"prompt": 3}', "3"),
+    ("", "no line"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), UNREADABLE)
 def test_prompt_files_that_cannot_be_read(tmp_path, line, message):
     path = tmp_path / "prompts.jsonl"
     path.write_text(line + "\n")
