@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from transformers.utils import ModelOutput
 
-from .cache_dflash import DFlashDraftCache
+from .drafting_dflash import BlockDrafter
 from .sampling_dflash import DraftProposal, Sampler, Verdict
 from .target_dflash import TargetSession, check_pair, unwrap
 
@@ -74,6 +74,8 @@ def speculative_generate(draft, target, input_ids, attention_mask=None, return_d
         max_new_tokens, max_length (`int`): at least one; `max_new_tokens` wins, as in `generate`.
         stop_token_ids (`int` or `list[int]`, *optional*): default: `eos_token_id` of the target's generation config.
         temperature, top_k, top_p, min_p, draft_temperature, generator: see `Sampler`.
+        prefill_chunk_size (`int`, *optional*): prompt positions that go through the target at a time, so that what it
+            holds for the prompt besides its cache stays bounded; default: all of them. At least two go together.
         block_size (`int`, *optional*): positions per round, at most the trained number; 1 is plain decoding.
         streamer (`BaseStreamer`, *optional*): gets the prompt, then the tokens of each round.
         return_dict (`bool`): give a `DFlashGenerateOutput` instead of the sequences [1, P + T].
@@ -84,6 +86,7 @@ def speculative_generate(draft, target, input_ids, attention_mask=None, return_d
     check_pair(draft.config, target)
     prompt = _check_prompt(input_ids, attention_mask, target)
     block = _resolve_block(options.pop("block_size"), draft.config)
+    chunk = _check_chunk(options.pop("prefill_chunk_size"))
     budget = _resolve_budget(options.pop("max_new_tokens"), options.pop("max_length"), input_ids.shape[1])
     stops = _resolve_stops(options.pop("stop_token_ids"), target)
     sampler = Sampler(**options)
@@ -91,7 +94,7 @@ def speculative_generate(draft, target, input_ids, attention_mask=None, return_d
     draft.eval()
     try:
         with torch.inference_mode(), TargetSession(target, draft.config.target_layer_ids) as session:
-            state, clock = decode(draft, session, prompt, block, [budget], stops, sampler, streamer)
+            state, clock = decode(draft, session, prompt, chunk, block, [budget], stops, sampler, streamer)
     finally:
         draft.train(was_training)
         if streamer is not None:
@@ -99,13 +102,13 @@ def speculative_generate(draft, target, input_ids, attention_mask=None, return_d
     return _result(input_ids, state, clock, return_dict)
 
 
-def decode(draft, session, prompt, block, budgets, stops, sampler, streamer=None):
+def decode(draft, session, prompt, chunk, block, budgets, stops, sampler, streamer=None):
     """The loop. prompt [N, P] -> the final state and the time spent in each stage."""
     clock = Stopwatch(session.device)
-    drafter = BlockDrafter(draft, session, block)
+    drafter = BlockDrafter(draft, session, block, capacity=prompt.shape[1] + max(256, block))
     if streamer is not None:
         streamer.put(prompt.cpu())
-    state = prefill(session, prompt, budgets, stops, sampler, streamer)
+    state = prefill(session, drafter, prompt, chunk, budgets, stops, sampler, streamer)
     clock.lap("prefill")
     while width := min(block, state.width):
         proposal = drafter.propose(state, sampler).first(width - 1) if width > 1 else None
@@ -116,12 +119,20 @@ def decode(draft, session, prompt, block, budgets, stops, sampler, streamer=None
     return state, clock
 
 
-def prefill(session, prompt, budgets, stops, sampler, streamer) -> DecodeState:
-    """Runs the prompt [N, P] through the target and takes the first token."""
+def prefill(session, drafter, prompt, chunk, budgets, stops, sampler, streamer) -> DecodeState:
+    """Runs the prompt [N, P] through the target, chunk by chunk, and takes the first token.
+
+    The drafter takes in each chunk's features before the next one; the last chunk's go with its first block.
+    """
     rows, length = prompt.shape
-    positions = torch.arange(length, device=session.device)[None]
-    logits, features = session.forward(prompt, positions, logits_to_keep=1)
-    session.rollback(0)
+    features = None
+    for begin, end in chunks(0, length, chunk):
+        if features is not None:
+            drafter.absorb(features)
+            features = None
+        positions = torch.arange(begin, end, device=session.device)[None]
+        logits, features = session.forward(prompt[:, begin:end], positions, logits_to_keep=1)
+        session.rollback(0)
     anchor = sampler.choose(logits[:, -1])
     lengths = torch.full((rows,), length, device=session.device)
     state = DecodeState([[] for _ in range(rows)], budgets, stops, anchor, lengths, features, [])
@@ -130,32 +141,17 @@ def prefill(session, prompt, budgets, stops, sampler, streamer) -> DecodeState:
     return state
 
 
-class BlockDrafter:
-    """The drafter with its cache, for one call."""
+def chunks(begin: int, end: int, size: int | None) -> list[tuple[int, int]]:
+    """Cuts positions begin..end into pieces of `size`, none of one position unless that is all there is.
 
-    def __init__(self, draft, session: TargetSession, block: int):
-        config = draft.config
-        self.draft, self.session, self.block = draft, session, block
-        self.cache = DFlashDraftCache([config.layer_window(i) for i in range(config.num_hidden_layers)])
-        self.device, self.dtype = draft.fc.weight.device, draft.fc.weight.dtype
-        self.masks = torch.full((1, block - 1), config.mask_token_id, device=session.device)
-        self.embedding_scale = config.input_embedding_scale
-
-    def propose(self, state: DecodeState, sampler: Sampler) -> DraftProposal:
-        """One forward over the new features and a block: anchor and masks -> B - 1 draft tokens."""
-        rows, fresh = state.features.shape[:2]
-        ids = torch.cat([state.anchor[:, None], self.masks.expand(rows, -1)], dim=1)
-        noise = self.session.embed(ids, self.embedding_scale)
-        offsets = torch.arange(-fresh, self.block, device=self.session.device)
-        output = self.draft(
-            noise_embeds=noise.to(self.device, self.dtype),
-            context_hidden_states=state.features.to(self.device, self.dtype),
-            position_ids=(state.length[:, None] + offsets).to(self.device),
-            cache=self.cache,
-        )
-        self.cache.keep_context(fresh)
-        hidden = output.last_hidden_state.to(self.session.device)
-        return self.draft.propose(hidden, state.anchor, self.session.head, sampler.pick)
+    `generate` prefills in one piece, and some state-space mixers step over a single token by another rule than over
+    several at once.
+    """
+    step = max(2, end - begin if size is None else size)
+    cuts = list(range(begin, end, step))
+    if len(cuts) > 1 and end - cuts[-1] == 1:
+        cuts.pop()
+    return list(pairwise([*cuts, end]))
 
 
 def verify(session, state: DecodeState, proposal: DraftProposal | None, sampler) -> tuple[Verdict, torch.Tensor]:
@@ -273,6 +269,12 @@ def _resolve_block(block_size, config) -> int:
             stacklevel=4,
         )
     return block_size
+
+
+def _check_chunk(size) -> int | None:
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(f"prefill_chunk_size must be a positive integer or None (the whole prompt), got {size!r}")
+    return size
 
 
 def _resolve_budget(max_new_tokens, max_length, prompt: int) -> int:

@@ -83,11 +83,9 @@ class DFlashAttention(nn.Module):
         rows, block = hidden_states.shape[:2]
         source = torch.cat([context, hidden_states], dim=1)
         query = self.q_norm(self.q_proj(hidden_states).view(rows, block, -1, self.head_dim)).transpose(1, 2)
-        key = self.k_norm(self.k_proj(source).view(rows, source.shape[1], -1, self.head_dim)).transpose(1, 2)
-        value = self.v_proj(source).view(rows, source.shape[1], -1, self.head_dim).transpose(1, 2)
         cos, sin = position_embeddings
         query = rotate_positions(query, cos[:, :, -block:], sin[:, :, -block:])
-        key = rotate_positions(key, cos, sin)
+        key, value = self.keys_and_values(source, position_embeddings)
         if isinstance(cache, DFlashDraftCache):
             key, value = cache.update(key, value, self.layer_idx, block)
         elif cache is not None:
@@ -104,6 +102,13 @@ class DFlashAttention(nn.Module):
             sliding_window=self.sliding_window,
         )
         return self.o_proj(output.reshape(rows, block, -1))
+
+    def keys_and_values(self, source, position_embeddings) -> tuple[torch.Tensor, torch.Tensor]:
+        """source [N, n, H] and its angles -> rotated keys and values [N, heads, n, head_dim]."""
+        rows, length = source.shape[:2]
+        key = self.k_norm(self.k_proj(source).view(rows, length, -1, self.head_dim)).transpose(1, 2)
+        value = self.v_proj(source).view(rows, length, -1, self.head_dim).transpose(1, 2)
+        return rotate_positions(key, *position_embeddings), value
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):
@@ -230,6 +235,16 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             hidden_states = layer(hidden_states, context, position_embeddings, attention, cache)
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
+    def absorb(self, features: torch.Tensor, position_ids: torch.LongTensor, cache: DFlashDraftCache) -> None:
+        """Puts features [N, n, K*H] at positions [N, n] into `cache` as context, without filling a block."""
+        self._check_features(features)
+        context = self.hidden_norm(self.fc(features))
+        position_embeddings = self.rotary_emb(context, position_ids)
+        for layer_idx, layer in enumerate(self.layers):
+            keys, values = layer.self_attn.keys_and_values(context, position_embeddings)
+            cache.update(keys, values, layer_idx, block=0)
+        cache.keep_context(features.shape[1])
+
     def _check_features(self, features: torch.Tensor) -> None:
         if features.shape[-1] != self.feature_width:
             raise ValueError(
@@ -272,6 +287,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         min_p: float | None = None,
         draft_temperature: float = 0.0,
         stop_token_ids: int | list[int] | None = None,
+        prefill_chunk_size: int | None = None,
         block_size: int | None = None,
         streamer=None,
         generator: torch.Generator | None = None,

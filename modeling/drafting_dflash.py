@@ -1,0 +1,52 @@
+"""The drafter's side of a decode: its cache of the target's context, and one block per round.
+
+Shapes: N rows, n new context positions, B block size, K taps, H width.
+"""
+
+import torch
+
+from .cache_dflash import DFlashDraftCache
+from .sampling_dflash import DraftProposal, Sampler
+from .target_dflash import TargetSession
+
+
+class BlockDrafter:
+    """The drafter with its cache, for one call.
+
+    Args:
+        draft (`DFlashDraftModel`): the drafter.
+        session (`TargetSession`): the target, whose embedding and head the drafter borrows.
+        block (`int`): positions of a block, B.
+        capacity (`int`): positions for which the cache has room before it grows.
+    """
+
+    def __init__(self, draft, session: TargetSession, block: int, capacity: int):
+        config = draft.config
+        self.draft, self.session, self.block = draft, session, block
+        windows = [config.layer_window(i) for i in range(config.num_hidden_layers)]
+        self.cache = DFlashDraftCache(windows, capacity)
+        self.device, self.dtype = draft.fc.weight.device, draft.fc.weight.dtype
+        self.masks = torch.full((1, block - 1), config.mask_token_id, device=session.device)
+        self.embedding_scale = config.input_embedding_scale
+
+    def absorb(self, features: torch.Tensor) -> None:
+        """Takes features [N, n, K*H] into the cache as context, so that they need not be kept."""
+        length = self.cache.get_seq_length()
+        positions = torch.arange(length, length + features.shape[1], device=self.device)[None]
+        self.draft.absorb(features.to(self.device, self.dtype), positions, self.cache)
+
+    def propose(self, state, sampler: Sampler) -> DraftProposal:
+        """One forward over the state's new features and a block: anchor and masks -> B - 1 draft tokens per row."""
+        rows, fresh = state.features.shape[:2]
+        ids = torch.cat([state.anchor[:, None], self.masks.expand(rows, -1)], dim=1)
+        noise = self.session.embed(ids, self.embedding_scale)
+        offsets = torch.arange(-fresh, self.block, device=self.session.device)
+        output = self.draft(
+            noise_embeds=noise.to(self.device, self.dtype),
+            context_hidden_states=state.features.to(self.device, self.dtype),
+            position_ids=(state.length[:, None] + offsets).to(self.device),
+            cache=self.cache,
+        )
+        self.cache.keep_context(fresh)
+        hidden = output.last_hidden_state.to(self.session.device)
+        return self.draft.propose(hidden, state.anchor, self.session.head, sampler.pick)
