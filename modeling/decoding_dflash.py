@@ -76,6 +76,9 @@ def speculative_generate(draft, target, input_ids, attention_mask=None, return_d
         temperature, top_k, top_p, min_p, draft_temperature, generator: see `Sampler`.
         prefill_chunk_size (`int`, *optional*): prompt positions that go through the target at a time, so that what it
             holds for the prompt besides its cache stays bounded; default: all of them. At least two go together.
+        draft_context_window (`int`, *optional*): the drafter attends to at most this many of the last positions, which
+            count from 0 again. Default: all, if prompt and budget fit the drafter's `max_position_embeddings`;
+            otherwise as many as fit beside a block, with a warning. The output is exact either way.
         block_size (`int`, *optional*): positions per round, at most the trained number; 1 is plain decoding.
         streamer (`BaseStreamer`, *optional*): gets the prompt, then the tokens of each round.
         return_dict (`bool`): give a `DFlashGenerateOutput` instead of the sequences [1, P + T].
@@ -88,13 +91,15 @@ def speculative_generate(draft, target, input_ids, attention_mask=None, return_d
     block = _resolve_block(options.pop("block_size"), draft.config)
     chunk = _check_chunk(options.pop("prefill_chunk_size"))
     budget = _resolve_budget(options.pop("max_new_tokens"), options.pop("max_length"), input_ids.shape[1])
+    window = _resolve_window(options.pop("draft_context_window"), draft.config, block, prompt.shape[1] + budget)
     stops = _resolve_stops(options.pop("stop_token_ids"), target)
     sampler = Sampler(**options)
     was_training = draft.training
     draft.eval()
     try:
         with torch.inference_mode(), TargetSession(target, draft.config.target_layer_ids) as session:
-            state, clock = decode(draft, session, prompt, chunk, block, [budget], stops, sampler, streamer)
+            drafter = BlockDrafter(draft, session, block, prompt.shape[1], window)
+            state, clock = decode(drafter, session, prompt, chunk, [budget], stops, sampler, streamer)
     finally:
         draft.train(was_training)
         if streamer is not None:
@@ -102,15 +107,14 @@ def speculative_generate(draft, target, input_ids, attention_mask=None, return_d
     return _result(input_ids, state, clock, return_dict)
 
 
-def decode(draft, session, prompt, chunk, block, budgets, stops, sampler, streamer=None):
+def decode(drafter, session, prompt, chunk, budgets, stops, sampler, streamer=None):
     """The loop. prompt [N, P] -> the final state and the time spent in each stage."""
     clock = Stopwatch(session.device)
-    drafter = BlockDrafter(draft, session, block, capacity=prompt.shape[1] + max(256, block))
     if streamer is not None:
         streamer.put(prompt.cpu())
     state = prefill(session, drafter, prompt, chunk, budgets, stops, sampler, streamer)
     clock.lap("prefill")
-    while width := min(block, state.width):
+    while width := min(drafter.block, state.width):
         proposal = drafter.propose(state, sampler).first(width - 1) if width > 1 else None
         clock.lap("draft")
         verdict, features = verify(session, state, proposal, sampler)
@@ -260,7 +264,7 @@ def _check_prompt(input_ids, attention_mask, target) -> torch.Tensor:
 def _resolve_block(block_size, config) -> int:
     if block_size is None:
         return config.block_size
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+    if not _is_positive(block_size):
         raise ValueError(f"block_size must be a positive integer, got {block_size!r}")
     if block_size > config.block_size:
         warnings.warn(
@@ -272,9 +276,31 @@ def _resolve_block(block_size, config) -> int:
 
 
 def _check_chunk(size) -> int | None:
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+    if size is not None and not _is_positive(size):
         raise ValueError(f"prefill_chunk_size must be a positive integer or None (the whole prompt), got {size!r}")
     return size
+
+
+def _resolve_window(window, config, block: int, total: int) -> int | None:
+    """How many of `total` positions, prompt and budget, the drafter may attend to; None: all."""
+    trained = config.max_position_embeddings
+    if window is not None:
+        if not _is_positive(window):
+            raise ValueError(f"draft_context_window must be a positive integer or None (automatic), got {window!r}")
+        return window
+    if total <= trained:
+        return None
+    window = max(1, trained - block)
+    warnings.warn(
+        f"prompt and budget make {total} positions, but the drafter's max_position_embeddings is {trained}: it attends "
+        f"to at most the last {window} (draft_context_window chooses another number); the output stays exact",
+        stacklevel=4,
+    )
+    return window
+
+
+def _is_positive(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _resolve_budget(max_new_tokens, max_length, prompt: int) -> int:

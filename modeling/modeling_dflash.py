@@ -50,6 +50,13 @@ class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
             cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
         return torch.cat([cos, cos], dim=-1).to(x.dtype), torch.cat([-sin, sin], dim=-1).to(x.dtype)
 
+    def turn_back(self, keys: torch.Tensor, count: int) -> torch.Tensor:
+        """Keys [N, heads, n, head_dim] at positions p -> the same at p - count: rotations add up."""
+        exact = keys if keys.dtype == torch.float64 else keys.float()
+        angles = -count * self.inv_freq.to(keys.device, torch.float32)
+        cos, sin = angles.cos().to(exact.dtype), angles.sin().to(exact.dtype)
+        return rotate_positions(exact, torch.cat([cos, cos]), torch.cat([-sin, sin])).to(keys.dtype)
+
 
 def rotate_positions(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
     """Applies RoPE to x [N, heads, n, head_dim]: its halves, swapped, meet sines whose first half is negated."""
@@ -288,6 +295,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         draft_temperature: float = 0.0,
         stop_token_ids: int | list[int] | None = None,
         prefill_chunk_size: int | None = None,
+        draft_context_window: int | None = None,
         block_size: int | None = None,
         streamer=None,
         generator: torch.Generator | None = None,

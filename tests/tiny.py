@@ -85,7 +85,7 @@ class ScriptedDrafter(DFlashDraftModel):
         return self
 
     def forward(self, noise_embeds, context_hidden_states, position_ids=None, **kwargs):
-        self.anchor_position = position_ids[0, -noise_embeds.shape[1]].item()
+        self.anchor_position = kwargs["cache"].start + position_ids[0, -noise_embeds.shape[1]].item()
         return super().forward(noise_embeds, context_hidden_states, position_ids, **kwargs)
 
     def propose(self, hidden_states, anchor, output_head, pick):

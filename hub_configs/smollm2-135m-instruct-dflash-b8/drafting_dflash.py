@@ -17,36 +17,60 @@ class BlockDrafter:
         draft (`DFlashDraftModel`): the drafter.
         session (`TargetSession`): the target, whose embedding and head the drafter borrows.
         block (`int`): positions of a block, B.
-        capacity (`int`): positions for which the cache has room before it grows.
+        prompt (`int`): positions of the prompt, for which the cache has room before it grows.
+        window (`int`, *optional*): context positions that the drafter attends to at most; see `window_start`.
     """
 
-    def __init__(self, draft, session: TargetSession, block: int, capacity: int):
+    def __init__(self, draft, session: TargetSession, block: int, prompt: int, window: int | None = None):
         config = draft.config
-        self.draft, self.session, self.block = draft, session, block
+        self.draft, self.session, self.block, self.window = draft, session, block, window
         windows = [config.layer_window(i) for i in range(config.num_hidden_layers)]
-        self.cache = DFlashDraftCache(windows, capacity)
+        self.cache = DFlashDraftCache(windows, min(prompt, window or prompt) + max(256, block))
         self.device, self.dtype = draft.fc.weight.device, draft.fc.weight.dtype
         self.masks = torch.full((1, block - 1), config.mask_token_id, device=session.device)
         self.embedding_scale = config.input_embedding_scale
 
     def absorb(self, features: torch.Tensor) -> None:
         """Takes features [N, n, K*H] into the cache as context, so that they need not be kept."""
+        features = self._slide(features)
         length = self.cache.get_seq_length()
         positions = torch.arange(length, length + features.shape[1], device=self.device)[None]
         self.draft.absorb(features.to(self.device, self.dtype), positions, self.cache)
 
     def propose(self, state, sampler: Sampler) -> DraftProposal:
         """One forward over the state's new features and a block: anchor and masks -> B - 1 draft tokens per row."""
-        rows, fresh = state.features.shape[:2]
+        features = self._slide(state.features)
+        rows, fresh = features.shape[:2]
         ids = torch.cat([state.anchor[:, None], self.masks.expand(rows, -1)], dim=1)
         noise = self.session.embed(ids, self.embedding_scale)
         offsets = torch.arange(-fresh, self.block, device=self.session.device)
         output = self.draft(
             noise_embeds=noise.to(self.device, self.dtype),
-            context_hidden_states=state.features.to(self.device, self.dtype),
-            position_ids=(state.length[:, None] + offsets).to(self.device),
+            context_hidden_states=features.to(self.device, self.dtype),
+            position_ids=(state.length[:, None] - self.cache.start + offsets).to(self.device),
             cache=self.cache,
         )
         self.cache.keep_context(fresh)
         hidden = output.last_hidden_state.to(self.session.device)
         return self.draft.propose(hidden, state.anchor, self.session.head, sampler.pick)
+
+    def _slide(self, features: torch.Tensor) -> torch.Tensor:
+        """Moves the window on, so that it ends with features [N, n, K*H]; gives those within it."""
+        held = self.cache.get_seq_length()
+        ahead = window_start(self.cache.start + held + features.shape[1], self.window) - self.cache.start
+        if ahead <= 0:
+            return features
+        self.cache.forget_oldest(ahead, self.draft.rotary_emb.turn_back)
+        return features[:, max(0, ahead - held) :]
+
+
+def window_start(length: int, window: int | None) -> int:
+    """The first of `length` context positions that the drafter attends to: at most `window` of them.
+
+    It moves by half a window at a time. So the cached keys move, and turn to their new positions, rarely instead of in
+    every round, and each turns once or twice in its life: rounding does not add up.
+    """
+    if window is None or length <= window:
+        return 0
+    step = max(1, window // 2)
+    return -(-(length - window) // step) * step
