@@ -45,6 +45,10 @@ class DFlashDraftCache:
         """Counts the first `count` positions that the last round wrote as context; the rest is forgotten."""
         self.length += count
 
+    def cut(self, end: int) -> None:
+        """Forgets all positions from `end` on, counted with those forgotten for good."""
+        self.length = min(self.length, max(0, end - self.start))
+
     def forget_oldest(self, count: int, turn_back) -> None:
         """Moves the beginning of the context on by `count` positions, also past the end of what is held.
 

@@ -117,14 +117,15 @@ class TargetSession:
     Args:
         target (`PreTrainedModel`): the target.
         target_layer_ids (`list[int]`): taps.
+        cache (`DynamicCache`, *optional*): the cache of an earlier session, to continue; default: a new one.
     """
 
-    def __init__(self, target, target_layer_ids):
+    def __init__(self, target, target_layer_ids, cache: DynamicCache | None = None):
         self.target = target
         self.model = unwrap(target)
         self.target_layer_ids = list(target_layer_ids)
         self.device = self.model.get_input_embeddings().weight.device
-        self.cache = DynamicCache(config=self.model.config)
+        self.cache = DynamicCache(config=self.model.config) if cache is None else cache
         self._rollback = CacheRollback(self.cache, self.model.get_decoder().layers, _mixers(target))
         self._taps: dict[int, torch.Tensor] = {}
         self._hooks: list = []

@@ -12,6 +12,7 @@ import torch
 from transformers.utils import ModelOutput
 
 from .drafting_dflash import BlockDrafter
+from .resume_dflash import DFlashSessionCache, take_cache, without_gradients
 from .sampling_dflash import DraftProposal, Sampler, Verdict
 from .target_dflash import TargetSession, check_pair, unwrap
 
@@ -25,6 +26,7 @@ class DFlashGenerateOutput(ModelOutput):
         emitted: [N, R] tokens that each round added to each row: accepted draft tokens and one of the target's own.
         tau: mean of `emitted` per round, None if the first token already ended the text.
         prefill_time, draft_time, verify_time: seconds in the prompt's forward, in drafting, and in verifying.
+        cache: a `DFlashSessionCache` of all tokens but the last, to continue from with `spec_generate(cache=...)`.
     """
 
     sequences: torch.LongTensor | None = None
@@ -33,6 +35,7 @@ class DFlashGenerateOutput(ModelOutput):
     prefill_time: float | None = None
     draft_time: float | None = None
     verify_time: float | None = None
+    cache: DFlashSessionCache | None = None
 
 
 @dataclass
@@ -42,7 +45,7 @@ class DecodeState:
     tokens: list[list[int]]  # new tokens of each row
     budgets: list[int]  # how many there may be
     stops: frozenset[int]
-    anchor: torch.Tensor  # [N] the last token of each row; the target has not seen it
+    anchor: torch.Tensor  # [N] the last token of each row that goes on; the target has not seen it
     length: torch.Tensor  # [N] tokens before the anchor
     features: torch.Tensor  # [N, n, K*H] of the positions before the anchor that the drafter has not seen
     rounds: list[list[int]]  # emitted counts, [R][N]
@@ -64,7 +67,9 @@ class DecodeState:
         return tokens[:end]
 
 
-def speculative_generate(draft, target, input_ids, attention_mask=None, return_dict=False, streamer=None, **options):
+def speculative_generate(
+    draft, target, input_ids, attention_mask=None, return_dict=False, streamer=None, cache=None, **options
+):
     """Decodes `input_ids` [1, P] with `target`, speeded up by `draft`; see `DFlashDraftModel.spec_generate`.
 
     Args:
@@ -80,6 +85,8 @@ def speculative_generate(draft, target, input_ids, attention_mask=None, return_d
             count from 0 again. Default: all, if prompt and budget fit the drafter's `max_position_embeddings`;
             otherwise as many as fit beside a block, with a warning. The output is exact either way.
         block_size (`int`, *optional*): positions per round, at most the trained number; 1 is plain decoding.
+        cache (`DFlashSessionCache`, *optional*): the `cache` of an earlier call's output, continued in place. Only the
+            tokens of `input_ids`, which hold the whole text, that it does not stand for are run.
         streamer (`BaseStreamer`, *optional*): gets the prompt, then the tokens of each round.
         return_dict (`bool`): give a `DFlashGenerateOutput` instead of the sequences [1, P + T].
 
@@ -94,17 +101,24 @@ def speculative_generate(draft, target, input_ids, attention_mask=None, return_d
     window = _resolve_window(options.pop("draft_context_window"), draft.config, block, prompt.shape[1] + budget)
     stops = _resolve_stops(options.pop("stop_token_ids"), target)
     sampler = Sampler(**options)
+    if cache is not None:
+        take_cache(cache, draft, target, prompt)
+    outlives = return_dict or cache is not None
+    held = (None, None) if cache is None else (cache.target_cache, cache.draft_cache)
     was_training = draft.training
     draft.eval()
     try:
-        with torch.inference_mode(), TargetSession(target, draft.config.target_layer_ids) as session:
-            drafter = BlockDrafter(draft, session, block, prompt.shape[1], window)
+        with without_gradients(outlives), TargetSession(target, draft.config.target_layer_ids, held[0]) as session:
+            drafter = BlockDrafter(draft, session, block, prompt.shape[1], window, held[1], outlives)
             state, clock = decode(drafter, session, prompt, chunk, [budget], stops, sampler, streamer)
+            drafter.skip(state.features)
     finally:
         draft.train(was_training)
         if streamer is not None:
             streamer.end()
-    return _result(input_ids, state, clock, return_dict)
+    cache = cache or DFlashSessionCache(draft, target, drafter.cache, session.cache)
+    cache.ids = torch.cat([prompt[0], prompt.new_tensor(state.tokens[0][:-1])])[None]
+    return _result(input_ids, state, clock, cache if return_dict else None)
 
 
 def decode(drafter, session, prompt, chunk, budgets, stops, sampler, streamer=None):
@@ -115,7 +129,7 @@ def decode(drafter, session, prompt, chunk, budgets, stops, sampler, streamer=No
     state = prefill(session, drafter, prompt, chunk, budgets, stops, sampler, streamer)
     clock.lap("prefill")
     while width := min(drafter.block, state.width):
-        proposal = drafter.propose(state, sampler).first(width - 1) if width > 1 else None
+        proposal = drafter.propose(state, sampler).first(width - 1) if width > 1 else drafter.skip(state.features)
         clock.lap("draft")
         verdict, features = verify(session, state, proposal, sampler)
         commit(session, state, proposal, verdict, features, streamer)
@@ -124,13 +138,13 @@ def decode(drafter, session, prompt, chunk, budgets, stops, sampler, streamer=No
 
 
 def prefill(session, drafter, prompt, chunk, budgets, stops, sampler, streamer) -> DecodeState:
-    """Runs the prompt [N, P] through the target, chunk by chunk, and takes the first token.
+    """Runs what the cache lacks of the prompt [N, P] through the target, chunk by chunk, and takes the first token.
 
     The drafter takes in each chunk's features before the next one; the last chunk's go with its first block.
     """
     rows, length = prompt.shape
     features = None
-    for begin, end in chunks(0, length, chunk):
+    for begin, end in chunks(session.cache.get_seq_length(), length, chunk):
         if features is not None:
             drafter.absorb(features)
             features = None
@@ -177,12 +191,12 @@ def commit(session, state: DecodeState, proposal, verdict: Verdict, features, st
         added = state.append(row, [*drafts[:accepted], token])
         _stream(streamer, added)
         emitted.append(len(added))
-        kept = accepted + 1  # N = 1: all rows keep the same number
+        kept = len(added)  # N = 1: all rows keep the same number; what a stop token cuts off, the caches lose too
     session.rollback(features.shape[1] - kept)
     state.rounds.append(emitted)
     state.features = features[:, :kept]
     state.anchor = verdict.next_token
-    state.length = state.length + verdict.accepted + 1
+    state.length = state.length + kept
 
 
 class Stopwatch:
@@ -219,10 +233,10 @@ def _stream(streamer, tokens: list[int]) -> None:
         streamer.put(torch.tensor(tokens))
 
 
-def _result(input_ids, state: DecodeState, clock: Stopwatch, return_dict: bool):
+def _result(input_ids, state: DecodeState, clock: Stopwatch, cache: DFlashSessionCache | None):
     new = torch.tensor(state.tokens, dtype=input_ids.dtype, device=input_ids.device)
     sequences = torch.cat([input_ids, new], dim=1)
-    if not return_dict:
+    if cache is None:
         return sequences
     emitted = torch.tensor(state.rounds, dtype=torch.long).reshape(-1, len(state.tokens)).T
     return DFlashGenerateOutput(
@@ -232,6 +246,7 @@ def _result(input_ids, state: DecodeState, clock: Stopwatch, return_dict: bool):
         prefill_time=clock.seconds("prefill"),
         draft_time=clock.seconds("draft"),
         verify_time=clock.seconds("verify"),
+        cache=cache,
     )
 
 

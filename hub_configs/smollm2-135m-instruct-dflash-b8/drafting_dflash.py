@@ -19,13 +19,16 @@ class BlockDrafter:
         block (`int`): positions of a block, B.
         prompt (`int`): positions of the prompt, for which the cache has room before it grows.
         window (`int`, *optional*): context positions that the drafter attends to at most; see `window_start`.
+        kept (`DFlashDraftCache`, *optional*): the cache of an earlier call, to continue.
+        outlives (`bool`): whether the cache is used after this call, so that no context may be missing from it.
     """
 
-    def __init__(self, draft, session: TargetSession, block: int, prompt: int, window: int | None = None):
+    def __init__(self, draft, session: TargetSession, block, prompt, window=None, kept=None, outlives=False):
         config = draft.config
         self.draft, self.session, self.block, self.window = draft, session, block, window
         windows = [config.layer_window(i) for i in range(config.num_hidden_layers)]
-        self.cache = DFlashDraftCache(windows, min(prompt, window or prompt) + max(256, block))
+        self.cache = kept or DFlashDraftCache(windows, min(prompt, window or prompt) + max(256, block))
+        self.outlives = outlives
         self.device, self.dtype = draft.fc.weight.device, draft.fc.weight.dtype
         self.masks = torch.full((1, block - 1), config.mask_token_id, device=session.device)
         self.embedding_scale = config.input_embedding_scale
@@ -53,6 +56,11 @@ class BlockDrafter:
         self.cache.keep_context(fresh)
         hidden = output.last_hidden_state.to(self.session.device)
         return self.draft.propose(hidden, state.anchor, self.session.head, sampler.pick)
+
+    def skip(self, features: torch.Tensor) -> None:
+        """A round without a draft, after features [N, n, K*H]: nobody needs them unless the cache outlives the call."""
+        if self.outlives:
+            self.absorb(features)
 
     def _slide(self, features: torch.Tensor) -> torch.Tensor:
         """Moves the window on, so that it ends with features [N, n, K*H]; gives those within it."""

@@ -297,6 +297,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         prefill_chunk_size: int | None = None,
         draft_context_window: int | None = None,
         block_size: int | None = None,
+        cache=None,
         streamer=None,
         generator: torch.Generator | None = None,
         return_dict: bool = False,

@@ -30,7 +30,7 @@ class CacheRollback:
     """The rollback of one cache.
 
     Args:
-        cache (`DynamicCache`): a fresh cache, made from the target's config.
+        cache (`DynamicCache`): made from the target's config, and so far used only with a rollback after each forward.
         layers (`nn.ModuleList`): the target's decoder layers.
         mixers (`list[str]`): names, within `layers`, of the modules that drive its states; see `find_mixers`.
     """

@@ -8,25 +8,11 @@ import torch
 from dflash import DFlashDraftModel
 from dflash.modeling.drafting_dflash import window_start
 from dflash.modeling.target_dflash import TargetSession
-from tiny import MASK, ScriptedDrafter, plain, tiny_drafter, tiny_prompt, tiny_target
+from tiny import MASK, WatchedDrafter, plain, tiny_drafter, tiny_prompt, tiny_target
 
 TAPS = [0, 2, 3]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-
-
-class Watched(ScriptedDrafter):
-    """Keeps, for each round, where the anchor stood, the block's outputs, and the highest position used."""
-
-    def script(self, *args):
-        self.seen, self.highest = [], 0
-        return super().script(*args)
-
-    def forward(self, noise_embeds, context_hidden_states, position_ids=None, **kwargs):
-        output = super().forward(noise_embeds, context_hidden_states, position_ids, **kwargs)
-        self.seen.append((self.anchor_position, output.last_hidden_state))
-        self.highest = max(self.highest, position_ids.max().item())
-        return output
 
 
 def first_position(length, window):
@@ -79,13 +65,13 @@ def check_against_the_twin(draft, target, prompt, window, **options):
 @pytest.mark.parametrize(("window", "chunk"), [(1, None), (2, 5), (7, None), (16, 11), (16, 30), (40, None)])
 def test_windowed_context(family, layers, window, chunk):
     options = {"draft_context_window": window, "prefill_chunk_size": chunk}
-    check_against_the_twin(tiny_drafter(layers, cls=Watched), tiny_target(family), 33, window, **options)
+    check_against_the_twin(tiny_drafter(layers, cls=WatchedDrafter), tiny_target(family), 33, window, **options)
 
 
 @pytest.mark.parametrize("rope", [YARN, DYNAMIC], ids=["yarn", "dynamic"])
 def test_other_kinds_of_positions(rope):
     """Scaled angles turn like others, and frequencies that depend on the length stay those of the trained one."""
-    draft = tiny_drafter(cls=Watched, rope_theta=None, rope_parameters=rope, max_position_embeddings=40)
+    draft = tiny_drafter(cls=WatchedDrafter, rope_theta=None, rope_parameters=rope, max_position_embeddings=40)
     with pytest.warns(UserWarning, match=r"93 positions.*max_position_embeddings is 40.*last 32"):
         check_against_the_twin(draft, tiny_target(), 33, 32)
 
@@ -93,7 +79,8 @@ def test_other_kinds_of_positions(rope):
 def test_the_default_is_unlimited_while_prompt_and_budget_fit():
     target, ids = tiny_target(), tiny_prompt(20)
     for limit, bounded in ((30, False), (29, True), (8, True), (1, True)):
-        draft = tiny_drafter(max_position_embeddings=limit, cls=Watched).script(plain(target, ids, 20), lambda _: 2)
+        draft = tiny_drafter(max_position_embeddings=limit, cls=WatchedDrafter)
+        draft.script(plain(target, ids, 20), lambda _: 2)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             output = draft.spec_generate(target=target, input_ids=ids, max_new_tokens=10)
@@ -104,7 +91,7 @@ def test_the_default_is_unlimited_while_prompt_and_budget_fit():
 
 def test_bounded_keys_take_bounded_room():
     """The buffers do not grow with the text."""
-    target, draft, ids = tiny_target(), tiny_drafter(cls=Watched), tiny_prompt(3)
+    target, draft, ids = tiny_target(), tiny_drafter(cls=WatchedDrafter), tiny_prompt(3)
     draft.script(plain(target, ids, 420), lambda _: None)
     caches = []
     draft.register_forward_pre_hook(lambda module, args, kwargs: caches.append(kwargs["cache"]), with_kwargs=True)
