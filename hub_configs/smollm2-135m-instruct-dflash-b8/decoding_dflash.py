@@ -12,7 +12,7 @@ import torch
 from transformers.utils import ModelOutput
 
 from .drafting_dflash import BlockDrafter
-from .resume_dflash import DFlashSessionCache, take_cache, without_gradients
+from .resume_dflash import DFlashSessionCache, give_cache, take_cache
 from .sampling_dflash import DraftProposal, Sampler, Verdict
 from .target_dflash import TargetSession, check_pair, unwrap
 
@@ -108,7 +108,7 @@ def speculative_generate(
     was_training = draft.training
     draft.eval()
     try:
-        with without_gradients(outlives), TargetSession(target, draft.config.target_layer_ids, held[0]) as session:
+        with torch.inference_mode(), TargetSession(target, draft.config.target_layer_ids, held[0]) as session:
             drafter = BlockDrafter(draft, session, block, prompt.shape[1], window, held[1], outlives)
             state, clock = decode(drafter, session, prompt, chunk, [budget], stops, sampler, streamer)
             drafter.skip(state.features)
@@ -116,8 +116,9 @@ def speculative_generate(
         draft.train(was_training)
         if streamer is not None:
             streamer.end()
-    cache = cache or DFlashSessionCache(draft, target, drafter.cache, session.cache)
-    cache.ids = torch.cat([prompt[0], prompt.new_tensor(state.tokens[0][:-1])])[None]
+    if outlives:
+        cache = cache or DFlashSessionCache(draft, target, drafter.cache, session.cache)
+        give_cache(cache, torch.cat([prompt, prompt.new_tensor([state.tokens[0][:-1]])], dim=1))
     return _result(input_ids, state, clock, cache if return_dict else None)
 
 

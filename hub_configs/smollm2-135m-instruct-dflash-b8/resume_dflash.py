@@ -1,6 +1,5 @@
 """What one call leaves for the next turn of a conversation: both caches, and the tokens that they stand for."""
 
-import contextlib
 import weakref
 
 import torch
@@ -80,8 +79,21 @@ def _can_go_back(layer) -> bool:
     return not keeps_state(layer)
 
 
-@contextlib.contextmanager
-def without_gradients(keeps: bool):
-    """Inference mode; but if a cache outlives the call, tensors in it must be usable outside of that mode."""
-    with torch.inference_mode(not keeps), torch.no_grad():
-        yield
+def give_cache(cache: DFlashSessionCache, ids: torch.Tensor) -> None:
+    """Says what `cache` stands for, ids [1, L], and copies those of its tensors that only inference mode may write.
+
+    Decoding stays in that mode, as its absence costs a part of every operator's overhead; a copy is made once a turn.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        for holder in (*cache.target_cache.layers, cache.draft_cache):
+            for name, value in vars(holder).items():
+                setattr(holder, name, _writable(value))
+        cache.ids = ids.clone()
+
+
+def _writable(value):
+    if isinstance(value, dict):
+        return {key: _writable(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_writable(part) for part in value]
+    return value.clone() if isinstance(value, torch.Tensor) and value.is_inference() else value
