@@ -6,6 +6,7 @@ Shapes: N rows, n new context positions, B block size, K taps, H width.
 import torch
 
 from .cache_dflash import DFlashDraftCache
+from .devices_dflash import execution_device
 from .sampling_dflash import DraftProposal, Sampler
 from .target_dflash import TargetSession
 
@@ -29,7 +30,8 @@ class BlockDrafter:
         windows = [config.layer_window(i) for i in range(config.num_hidden_layers)]
         self.cache = kept or DFlashDraftCache(windows, min(prompt, window or prompt) + max(256, block))
         self.outlives = outlives
-        self.device, self.dtype = draft.fc.weight.device, draft.fc.weight.dtype
+        # A norm tells both also where the linear layers are quantised.
+        self.device, self.dtype = execution_device(draft.hidden_norm), draft.hidden_norm.weight.dtype
         self.masks = torch.full((1, block - 1), config.mask_token_id, device=session.device)
         self.embedding_scale = config.input_embedding_scale
 
@@ -54,8 +56,7 @@ class BlockDrafter:
             cache=self.cache,
         )
         self.cache.keep_context(fresh)
-        hidden = output.last_hidden_state.to(self.session.device)
-        return self.draft.propose(hidden, state.anchor, self.session.head, sampler.pick)
+        return self.draft.propose(output.last_hidden_state, state.anchor, self.session.head, sampler.pick)
 
     def skip(self, features: torch.Tensor) -> None:
         """A round without a draft, after features [N, n, K*H]: nobody needs them unless the cache outlives the call."""

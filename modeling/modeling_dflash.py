@@ -139,7 +139,7 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
 def _convolved(conv: DFlashBlockConv | None, sublayer, x: torch.Tensor) -> torch.Tensor:
     if conv is None:
         return sublayer(x)
-    before, after = conv.kernels(x)
+    before, after = conv(x)
     return conv.convolve(sublayer(conv.convolve(x, before)), after)
 
 
@@ -278,7 +278,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         slots = hidden_states[:, 1:]
         logits = self.compute_logits(slots, output_head)
         if self.candidate_selector is not None:
-            return self.candidate_selector.propose(slots, logits, anchor, pick)
+            return self.candidate_selector(slots, logits, anchor, pick)
         return DraftProposal(*pick(logits))
 
     def spec_generate(

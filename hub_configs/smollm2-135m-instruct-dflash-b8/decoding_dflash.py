@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from transformers.utils import ModelOutput
 
+from .devices_dflash import execution_device
 from .drafting_dflash import BlockDrafter
 from .resume_dflash import DFlashSessionCache, give_cache, take_cache
 from .sampling_dflash import DraftProposal, Sampler, Verdict
@@ -262,10 +263,11 @@ def _check_prompt(input_ids, attention_mask, target) -> torch.Tensor:
         raise ValueError(f"input_ids must be integers [1, P], got {tuple(input_ids.shape)} of {input_ids.dtype}")
     if input_ids.shape[0] > 1:
         raise ValueError(f"input_ids has {input_ids.shape[0]} rows; one sequence a call is supported")
-    weight = unwrap(target).get_input_embeddings().weight
+    embedding = unwrap(target).get_input_embeddings()
+    rows = embedding.weight.shape[0]
     low, high = input_ids.min().item(), input_ids.max().item()
-    if low < 0 or high >= weight.shape[0]:
-        raise ValueError(f"input_ids span {low}..{high}, but the target's embedding has {weight.shape[0]} rows")
+    if low < 0 or high >= rows:
+        raise ValueError(f"input_ids span {low}..{high}, but the target's embedding has {rows} rows")
     if attention_mask is not None:
         if attention_mask.shape != input_ids.shape:
             raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
@@ -274,7 +276,7 @@ def _check_prompt(input_ids, attention_mask, target) -> torch.Tensor:
         if start == len(real) or not real[start:].all():
             raise ValueError("attention_mask must be zeros on the left (padding), then ones, and not only zeros")
         input_ids = input_ids[:, start:]
-    return input_ids.to(weight.device, torch.long)
+    return input_ids.to(execution_device(embedding), torch.long)
 
 
 def _resolve_block(block_size, config) -> int:
