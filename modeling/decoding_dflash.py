@@ -11,8 +11,10 @@ from itertools import pairwise
 import torch
 from transformers.utils import ModelOutput
 
-from .cache_dflash import DFlashDraftCache
+from .devices_dflash import execution_device
+from .drafting_dflash import BlockDrafter
 from .pairing_dflash import check_pair
+from .resume_dflash import DFlashSessionCache, give_cache, take_cache
 from .sampling_dflash import DraftProposal, Sampler, Verdict, ignored_settings
 from .target_dflash import TargetSession, unwrap
 
@@ -26,6 +28,7 @@ class DFlashGenerateOutput(ModelOutput):
         emitted: [N, R] tokens that each round added to each row: accepted draft tokens and one of the target's own.
         tau: mean of `emitted` per round, None if the first token already ended the text.
         prefill_time, draft_time, verify_time: seconds in the prompt's forward, in drafting, and in verifying.
+        cache: a `DFlashSessionCache` of all tokens but the last, to continue from with `spec_generate(cache=...)`.
     """
 
     sequences: torch.LongTensor | None = None
@@ -34,6 +37,7 @@ class DFlashGenerateOutput(ModelOutput):
     prefill_time: float | None = None
     draft_time: float | None = None
     verify_time: float | None = None
+    cache: DFlashSessionCache | None = None
 
 
 @dataclass
@@ -43,7 +47,7 @@ class DecodeState:
     tokens: list[list[int]]  # new tokens of each row
     budgets: list[int]  # how many there may be
     stops: frozenset[int]
-    anchor: torch.Tensor  # [N] the last token of each row; the target has not seen it
+    anchor: torch.Tensor  # [N] the last token of each row that goes on; the target has not seen it
     length: torch.Tensor  # [N] tokens before the anchor
     features: torch.Tensor  # [N, n, K*H] of the positions before the anchor that the drafter has not seen
     rounds: list[list[int]]  # emitted counts, [R][N]
@@ -65,7 +69,9 @@ class DecodeState:
         return tokens[:end]
 
 
-def speculative_generate(draft, target, input_ids, attention_mask=None, return_dict=False, streamer=None, **options):
+def speculative_generate(
+    draft, target, input_ids, attention_mask=None, return_dict=False, streamer=None, cache=None, **options
+):
     """Decodes `input_ids` [1, P] with `target`, speeded up by `draft`; see `DFlashDraftModel.spec_generate`.
 
     Args:
@@ -75,7 +81,14 @@ def speculative_generate(draft, target, input_ids, attention_mask=None, return_d
         max_new_tokens, max_length (`int`): at least one; `max_new_tokens` wins, as in `generate`.
         stop_token_ids (`int` or `list[int]`, *optional*): default: `eos_token_id` of the target's generation config.
         temperature, top_k, top_p, min_p, draft_temperature, generator: see `Sampler`.
+        prefill_chunk_size (`int`, *optional*): prompt positions that go through the target at a time, so that what it
+            holds for the prompt besides its cache stays bounded; default: all of them. At least two go together.
+        draft_context_window (`int`, *optional*): the drafter attends to at most this many of the last positions, which
+            count from 0 again. Default: all, if prompt and budget fit the drafter's `max_position_embeddings`;
+            otherwise as many as fit beside a block, with a warning. The output is exact either way.
         block_size (`int`, *optional*): positions per round, at most the trained number; 1 is plain decoding.
+        cache (`DFlashSessionCache`, *optional*): the `cache` of an earlier call's output, continued in place. Only the
+            tokens of `input_ids`, which hold the whole text, that it does not stand for are run.
         streamer (`BaseStreamer`, *optional*): gets the prompt, then the tokens of each round.
         return_dict (`bool`): give a `DFlashGenerateOutput` instead of the sequences [1, P + T].
 
@@ -85,35 +98,45 @@ def speculative_generate(draft, target, input_ids, attention_mask=None, return_d
     check_pair(draft.config, target)
     prompt = _check_prompt(input_ids, attention_mask, target)
     block = _resolve_block(options.pop("block_size"), draft.config)
+    chunk = _check_chunk(options.pop("prefill_chunk_size"))
     budget = _resolve_budget(options.pop("max_new_tokens"), options.pop("max_length"), input_ids.shape[1])
+    window = _resolve_window(options.pop("draft_context_window"), draft.config, block, prompt.shape[1] + budget)
     stops = _resolve_stops(options.pop("stop_token_ids"), target)
     sampler = Sampler(**options)
     if ignored := ignored_settings(getattr(target, "generation_config", None)):
         warnings.warn(
             f"not applied, though the target's generation config asks for it: {', '.join(ignored)}", stacklevel=3
         )
+    if cache is not None:
+        take_cache(cache, draft, target, prompt)
+    outlives = return_dict or cache is not None
+    held = (None, None) if cache is None else (cache.target_cache, cache.draft_cache)
     was_training = draft.training
     draft.eval()
     try:
-        with torch.inference_mode(), TargetSession(target, draft.config.target_layer_ids) as session:
-            state, clock = decode(draft, session, prompt, block, [budget], stops, sampler, streamer)
+        with torch.inference_mode(), TargetSession(target, draft.config.target_layer_ids, held[0]) as session:
+            drafter = BlockDrafter(draft, session, block, prompt.shape[1], window, held[1], outlives)
+            state, clock = decode(drafter, session, prompt, chunk, [budget], stops, sampler, streamer)
+            drafter.skip(state.features)
     finally:
         draft.train(was_training)
         if streamer is not None:
             streamer.end()
-    return _result(input_ids, state, clock, return_dict)
+    if outlives:
+        cache = cache or DFlashSessionCache(draft, target, drafter.cache, session.cache)
+        give_cache(cache, torch.cat([prompt, prompt.new_tensor([state.tokens[0][:-1]])], dim=1))
+    return _result(input_ids, state, clock, cache if return_dict else None)
 
 
-def decode(draft, session, prompt, block, budgets, stops, sampler, streamer=None):
+def decode(drafter, session, prompt, chunk, budgets, stops, sampler, streamer=None):
     """The loop. prompt [N, P] -> the final state and the time spent in each stage."""
     clock = Stopwatch(session.device)
-    drafter = BlockDrafter(draft, session, block)
     if streamer is not None:
         streamer.put(prompt.cpu())
-    state = prefill(session, prompt, budgets, stops, sampler, streamer)
+    state = prefill(session, drafter, prompt, chunk, budgets, stops, sampler, streamer)
     clock.lap("prefill")
-    while width := min(block, state.width):
-        proposal = drafter.propose(state, sampler).first(width - 1) if width > 1 else None
+    while width := min(drafter.block, state.width):
+        proposal = drafter.propose(state, sampler).first(width - 1) if width > 1 else drafter.skip(state.features)
         clock.lap("draft")
         verdict, features = verify(session, state, proposal, sampler)
         commit(session, state, proposal, verdict, features, streamer)
@@ -121,12 +144,20 @@ def decode(draft, session, prompt, block, budgets, stops, sampler, streamer=None
     return state, clock
 
 
-def prefill(session, prompt, budgets, stops, sampler, streamer) -> DecodeState:
-    """Runs the prompt [N, P] through the target and takes the first token."""
+def prefill(session, drafter, prompt, chunk, budgets, stops, sampler, streamer) -> DecodeState:
+    """Runs what the cache lacks of the prompt [N, P] through the target, chunk by chunk, and takes the first token.
+
+    The drafter takes in each chunk's features before the next one; the last chunk's go with its first block.
+    """
     rows, length = prompt.shape
-    positions = torch.arange(length, device=session.device)[None]
-    logits, features = session.forward(prompt, positions, logits_to_keep=1)
-    session.rollback(0)
+    features = None
+    for begin, end in chunks(session.cache.get_seq_length(), length, chunk):
+        if features is not None:
+            drafter.absorb(features)
+            features = None
+        positions = torch.arange(begin, end, device=session.device)[None]
+        logits, features = session.forward(prompt[:, begin:end], positions, logits_to_keep=1)
+        session.rollback(0)
     anchor = sampler.choose(logits[:, -1])
     lengths = torch.full((rows,), length, device=session.device)
     state = DecodeState([[] for _ in range(rows)], budgets, stops, anchor, lengths, features, [])
@@ -135,32 +166,17 @@ def prefill(session, prompt, budgets, stops, sampler, streamer) -> DecodeState:
     return state
 
 
-class BlockDrafter:
-    """The drafter with its cache, for one call."""
+def chunks(begin: int, end: int, size: int | None) -> list[tuple[int, int]]:
+    """Cuts positions begin..end into pieces of `size`, none of one position unless that is all there is.
 
-    def __init__(self, draft, session: TargetSession, block: int):
-        config = draft.config
-        self.draft, self.session, self.block = draft, session, block
-        self.cache = DFlashDraftCache([config.layer_window(i) for i in range(config.num_hidden_layers)])
-        self.device, self.dtype = draft.fc.weight.device, draft.fc.weight.dtype
-        self.masks = torch.full((1, block - 1), config.mask_token_id, device=session.device)
-        self.embedding_scale = config.input_embedding_scale
-
-    def propose(self, state: DecodeState, sampler: Sampler) -> DraftProposal:
-        """One forward over the new features and a block: anchor and masks -> B - 1 draft tokens."""
-        rows, fresh = state.features.shape[:2]
-        ids = torch.cat([state.anchor[:, None], self.masks.expand(rows, -1)], dim=1)
-        noise = self.session.embed(ids, self.embedding_scale)
-        offsets = torch.arange(-fresh, self.block, device=self.session.device)
-        output = self.draft(
-            noise_embeds=noise.to(self.device, self.dtype),
-            context_hidden_states=state.features.to(self.device, self.dtype),
-            position_ids=(state.length[:, None] + offsets).to(self.device),
-            cache=self.cache,
-        )
-        self.cache.keep_context(fresh)
-        hidden = output.last_hidden_state.to(self.session.device)
-        return self.draft.propose(hidden, state.anchor, self.session.head, sampler.pick)
+    `generate` prefills in one piece, and some state-space mixers step over a single token by another rule than over
+    several at once.
+    """
+    step = max(2, end - begin if size is None else size)
+    cuts = list(range(begin, end, step))
+    if len(cuts) > 1 and end - cuts[-1] == 1:
+        cuts.pop()
+    return list(pairwise([*cuts, end]))
 
 
 def verify(session, state: DecodeState, proposal: DraftProposal | None, sampler) -> tuple[Verdict, torch.Tensor]:
@@ -182,12 +198,12 @@ def commit(session, state: DecodeState, proposal, verdict: Verdict, features, st
         added = state.append(row, [*drafts[:accepted], token])
         _stream(streamer, added)
         emitted.append(len(added))
-        kept = accepted + 1  # N = 1: all rows keep the same number
+        kept = len(added)  # N = 1: all rows keep the same number; what a stop token cuts off, the caches lose too
     session.rollback(features.shape[1] - kept)
     state.rounds.append(emitted)
     state.features = features[:, :kept]
     state.anchor = verdict.next_token
-    state.length = state.length + verdict.accepted + 1
+    state.length = state.length + kept
 
 
 class Stopwatch:
@@ -224,10 +240,10 @@ def _stream(streamer, tokens: list[int]) -> None:
         streamer.put(torch.tensor(tokens))
 
 
-def _result(input_ids, state: DecodeState, clock: Stopwatch, return_dict: bool):
+def _result(input_ids, state: DecodeState, clock: Stopwatch, cache: DFlashSessionCache | None):
     new = torch.tensor(state.tokens, dtype=input_ids.dtype, device=input_ids.device)
     sequences = torch.cat([input_ids, new], dim=1)
-    if not return_dict:
+    if cache is None:
         return sequences
     emitted = torch.tensor(state.rounds, dtype=torch.long).reshape(-1, len(state.tokens)).T
     return DFlashGenerateOutput(
@@ -237,6 +253,7 @@ def _result(input_ids, state: DecodeState, clock: Stopwatch, return_dict: bool):
         prefill_time=clock.seconds("prefill"),
         draft_time=clock.seconds("draft"),
         verify_time=clock.seconds("verify"),
+        cache=cache,
     )
 
 
@@ -251,10 +268,11 @@ def _check_prompt(input_ids, attention_mask, target) -> torch.Tensor:
         raise ValueError(f"input_ids must be integers [1, P], got {tuple(input_ids.shape)} of {input_ids.dtype}")
     if input_ids.shape[0] > 1:
         raise ValueError(f"input_ids has {input_ids.shape[0]} rows; one sequence a call is supported")
-    weight = unwrap(target).get_input_embeddings().weight
+    embedding = unwrap(target).get_input_embeddings()
+    rows = embedding.weight.shape[0]
     low, high = input_ids.min().item(), input_ids.max().item()
-    if low < 0 or high >= weight.shape[0]:
-        raise ValueError(f"input_ids span {low}..{high}, but the target's embedding has {weight.shape[0]} rows")
+    if low < 0 or high >= rows:
+        raise ValueError(f"input_ids span {low}..{high}, but the target's embedding has {rows} rows")
     if attention_mask is not None:
         if attention_mask.shape != input_ids.shape:
             raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
@@ -263,13 +281,13 @@ def _check_prompt(input_ids, attention_mask, target) -> torch.Tensor:
         if start == len(real) or not real[start:].all():
             raise ValueError("attention_mask must be zeros on the left (padding), then ones, and not only zeros")
         input_ids = input_ids[:, start:]
-    return input_ids.to(weight.device, torch.long)
+    return input_ids.to(execution_device(embedding), torch.long)
 
 
 def _resolve_block(block_size, config) -> int:
     if block_size is None:
         return config.block_size
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+    if not _is_positive(block_size):
         raise ValueError(f"block_size must be a positive integer, got {block_size!r}")
     if block_size > config.block_size:
         warnings.warn(
@@ -278,6 +296,34 @@ def _resolve_block(block_size, config) -> int:
             stacklevel=4,
         )
     return block_size
+
+
+def _check_chunk(size) -> int | None:
+    if size is not None and not _is_positive(size):
+        raise ValueError(f"prefill_chunk_size must be a positive integer or None (the whole prompt), got {size!r}")
+    return size
+
+
+def _resolve_window(window, config, block: int, total: int) -> int | None:
+    """How many of `total` positions, prompt and budget, the drafter may attend to; None: all."""
+    trained = config.max_position_embeddings
+    if window is not None:
+        if not _is_positive(window):
+            raise ValueError(f"draft_context_window must be a positive integer or None (automatic), got {window!r}")
+        return window
+    if total <= trained:
+        return None
+    window = max(1, trained - block)
+    warnings.warn(
+        f"prompt and budget make {total} positions, but the drafter's max_position_embeddings is {trained}: it attends "
+        f"to at most the last {window} (draft_context_window chooses another number); the output stays exact",
+        stacklevel=4,
+    )
+    return window
+
+
+def _is_positive(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _resolve_budget(max_new_tokens, max_length, prompt: int) -> int:

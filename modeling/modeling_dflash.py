@@ -26,7 +26,9 @@ class DFlashRMSNorm(nn.RMSNorm):
     """RMS norm as in Qwen3: normalised in float32, weighted in the model's dtype."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype == torch.float32 and x.device.type == "cpu":  # one reduction where PyTorch's own makes several passes
+        if (
+            x.dtype == torch.float32 and x.device.type == "cpu"
+        ):  # one reduction where PyTorch's own makes several passes
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             return x * torch.rsqrt(length.square() / x.shape[-1] + self.eps) * self.weight
         normed = functional.rms_norm(x.float(), self.normalized_shape, None, self.eps)
@@ -51,6 +53,13 @@ class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
         if self.attention_scaling != 1.0:
             cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
         return torch.cat([cos, cos], dim=-1).to(x.dtype), torch.cat([-sin, sin], dim=-1).to(x.dtype)
+
+    def turn_back(self, keys: torch.Tensor, count: int) -> torch.Tensor:
+        """Keys [N, heads, n, head_dim] at positions p -> the same at p - count: rotations add up."""
+        exact = keys if keys.dtype == torch.float64 else keys.float()
+        angles = -count * self.inv_freq.to(keys.device, torch.float32)
+        cos, sin = angles.cos().to(exact.dtype), angles.sin().to(exact.dtype)
+        return rotate_positions(exact, torch.cat([cos, cos]), torch.cat([-sin, sin])).to(keys.dtype)
 
 
 def rotate_positions(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
@@ -85,11 +94,9 @@ class DFlashAttention(nn.Module):
         rows, block = hidden_states.shape[:2]
         source = torch.cat([context, hidden_states], dim=1)
         query = self.q_norm(self.q_proj(hidden_states).view(rows, block, -1, self.head_dim)).transpose(1, 2)
-        key = self.k_norm(self.k_proj(source).view(rows, source.shape[1], -1, self.head_dim)).transpose(1, 2)
-        value = self.v_proj(source).view(rows, source.shape[1], -1, self.head_dim).transpose(1, 2)
         cos, sin = position_embeddings
         query = rotate_positions(query, cos[:, :, -block:], sin[:, :, -block:])
-        key = rotate_positions(key, cos, sin)
+        key, value = self.keys_and_values(source, position_embeddings)
         if isinstance(cache, DFlashDraftCache):
             key, value = cache.update(key, value, self.layer_idx, block)
         elif cache is not None:
@@ -106,6 +113,13 @@ class DFlashAttention(nn.Module):
             sliding_window=self.sliding_window,
         )
         return self.o_proj(output.reshape(rows, block, -1))
+
+    def keys_and_values(self, source, position_embeddings) -> tuple[torch.Tensor, torch.Tensor]:
+        """source [N, n, H] and its angles -> rotated keys and values [N, heads, n, head_dim]."""
+        rows, length = source.shape[:2]
+        key = self.k_norm(self.k_proj(source).view(rows, length, -1, self.head_dim)).transpose(1, 2)
+        value = self.v_proj(source).view(rows, length, -1, self.head_dim).transpose(1, 2)
+        return rotate_positions(key, *position_embeddings), value
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):
@@ -129,7 +143,7 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
 def _convolved(conv: DFlashBlockConv | None, sublayer, x: torch.Tensor) -> torch.Tensor:
     if conv is None:
         return sublayer(x)
-    before, after = conv.kernels(x)
+    before, after = conv(x)
     return conv.convolve(sublayer(conv.convolve(x, before)), after)
 
 
@@ -232,6 +246,16 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             hidden_states = layer(hidden_states, context, position_embeddings, attention, cache)
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
+    def absorb(self, features: torch.Tensor, position_ids: torch.LongTensor, cache: DFlashDraftCache) -> None:
+        """Puts features [N, n, K*H] at positions [N, n] into `cache` as context, without filling a block."""
+        self._check_features(features)
+        context = self.hidden_norm(self.fc(features))
+        position_embeddings = self.rotary_emb(context, position_ids)
+        for layer_idx, layer in enumerate(self.layers):
+            keys, values = layer.self_attn.keys_and_values(context, position_embeddings)
+            cache.update(keys, values, layer_idx, block=0)
+        cache.keep_context(features.shape[1])
+
     def _check_features(self, features: torch.Tensor) -> None:
         if features.shape[-1] != self.feature_width:
             raise ValueError(
@@ -258,7 +282,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         slots = hidden_states[:, 1:]
         logits = self.compute_logits(slots, output_head)
         if self.candidate_selector is not None:
-            return self.candidate_selector.propose(slots, logits, anchor, pick)
+            return self.candidate_selector(slots, logits, anchor, pick)
         return DraftProposal(*pick(logits))
 
     def check_target(self, target: PreTrainedModel, tokenizer=None) -> PairReport:
@@ -286,7 +310,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         min_p: float | None = None,
         draft_temperature: float = 0.0,
         stop_token_ids: int | list[int] | None = None,
+        prefill_chunk_size: int | None = None,
+        draft_context_window: int | None = None,
         block_size: int | None = None,
+        cache=None,
         streamer=None,
         generator: torch.Generator | None = None,
         return_dict: bool = False,

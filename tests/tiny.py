@@ -95,7 +95,7 @@ class ScriptedDrafter(DFlashDraftModel):
         return self
 
     def forward(self, noise_embeds, context_hidden_states, position_ids=None, **kwargs):
-        self.anchor_position = position_ids[0, -noise_embeds.shape[1]].item()
+        self.anchor_position = kwargs["cache"].start + position_ids[0, -noise_embeds.shape[1]].item()
         return super().forward(noise_embeds, context_hidden_states, position_ids, **kwargs)
 
     def propose(self, hidden_states, anchor, output_head, pick):
@@ -107,3 +107,17 @@ class ScriptedDrafter(DFlashDraftModel):
             tokens[0, slot] = (tokens[0, slot] + 1) % VOCAB
         self.calls += 1
         return DraftProposal(tokens)
+
+
+class WatchedDrafter(ScriptedDrafter):
+    """Keeps, for each round, where the anchor stood and the block's outputs; and the highest position used."""
+
+    def script(self, *args):
+        self.seen, self.highest = [], 0
+        return super().script(*args)
+
+    def forward(self, noise_embeds, context_hidden_states, position_ids=None, **kwargs):
+        output = super().forward(noise_embeds, context_hidden_states, position_ids, **kwargs)
+        self.seen.append((self.anchor_position, output.last_hidden_state))
+        self.highest = max(self.highest, position_ids.max().item())
+        return output

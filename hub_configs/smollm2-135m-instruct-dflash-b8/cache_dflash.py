@@ -12,11 +12,16 @@ class DFlashDraftCache:
     Args:
         windows (`list[int | None]`): sliding window of each layer.
         capacity (`int`): positions to allocate at first.
+
+    Attributes:
+        start (`int`): context positions forgotten for good; those held count from 0 again.
+        length (`int`): context positions held.
     """
 
     def __init__(self, windows: list, capacity: int = 256):
         self.windows = windows
         self.capacity = capacity
+        self.start = 0
         self.length = 0
         self._keys: list[torch.Tensor | None] = [None] * len(windows)
         self._values: list[torch.Tensor | None] = [None] * len(windows)
@@ -39,6 +44,24 @@ class DFlashDraftCache:
     def keep_context(self, count: int) -> None:
         """Counts the first `count` positions that the last round wrote as context; the rest is forgotten."""
         self.length += count
+
+    def cut(self, end: int) -> None:
+        """Forgets all positions from `end` on, counted with those forgotten for good."""
+        self.length = min(self.length, max(0, end - self.start))
+
+    def forget_oldest(self, count: int, turn_back) -> None:
+        """Moves the beginning of the context on by `count` positions, also past the end of what is held.
+
+        Args:
+            count (`int`): positions to forget.
+            turn_back (`Callable`): turns the keys that stay, [N, heads, n, head_dim], to positions lower by `count`.
+        """
+        stays = max(0, self.length - count)
+        for keys, values in zip(self._keys, self._values, strict=True):
+            if stays and keys is not None:
+                keys[:, :, :stays] = turn_back(keys[:, :, count : count + stays], count)
+                values[:, :, :stays] = values[:, :, count : count + stays].clone()
+        self.start, self.length = self.start + count, stays
 
     def _reserve(self, layer_idx: int, like: torch.Tensor, needed: int) -> None:
         stored = self._keys[layer_idx]

@@ -20,7 +20,7 @@ class DFlashBlockConv(nn.Module):
         self.base_kernel = nn.Parameter(torch.empty(2, self.taps, config.hidden_size))
         self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * self.groups, bias=False)
 
-    def kernels(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The kernels of both sides for each position: [2, taps, N, B, H]."""
         delta = self.kernel_projection(x).unflatten(-1, (2, self.taps, self.groups)).permute(2, 3, 0, 1, 4)
         return self.base_kernel[:, :, None, None] + delta.repeat_interleave(x.shape[-1] // self.groups, dim=-1)
@@ -47,15 +47,19 @@ class DFlashCandidateSelector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
 
-    def propose(self, hidden: torch.Tensor, logits: torch.Tensor, anchor: torch.Tensor, pick) -> DraftProposal:
-        """hidden [N, B-1, H] and logits [N, B-1, V] of the slots after `anchor` [N] -> one token per slot."""
+    def forward(self, hidden: torch.Tensor, logits: torch.Tensor, anchor: torch.Tensor, pick) -> DraftProposal:
+        """hidden [N, B-1, H] and logits [N, B-1, V] of the slots after `anchor` [N] -> one token per slot.
+
+        The logits may be on another device than this module; tokens and probabilities are on theirs.
+        """
         unary, candidates = logits.topk(self.top_k, dim=-1)
         hidden = self.hidden_projection(hidden)
         tokens, probabilities = [], []
-        previous = anchor
+        previous, device = anchor, hidden.device
         for slot in range(hidden.shape[1]):
-            left = self.predecessor_codebook[previous] * hidden[:, slot]
-            scores = unary[:, slot] + (self.successor_codebook[candidates[:, slot]] @ left[..., None])[..., 0]
+            left = self.predecessor_codebook[previous.to(device)] * hidden[:, slot]
+            bonus = (self.successor_codebook[candidates[:, slot].to(device)] @ left[..., None])[..., 0]
+            scores = unary[:, slot] + bonus.to(unary.device)
             chosen, probability = pick(scores)
             previous = candidates[:, slot].gather(-1, chosen[:, None])[:, 0]
             tokens.append(previous)

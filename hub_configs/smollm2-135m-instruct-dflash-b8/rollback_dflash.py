@@ -20,6 +20,8 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from .devices_dflash import execution_device
+
 _PROBE_PREFIX, _PROBE_BLOCK = 5, 4
 
 # Names of each target's mixers. The search costs two short forwards, so it is made once per target.
@@ -30,7 +32,7 @@ class CacheRollback:
     """The rollback of one cache.
 
     Args:
-        cache (`DynamicCache`): a fresh cache, made from the target's config.
+        cache (`DynamicCache`): made from the target's config, and so far used only with a rollback after each forward.
         layers (`nn.ModuleList`): the target's decoder layers.
         mixers (`list[str]`): names, within `layers`, of the modules that drive its states; see `find_mixers`.
     """
@@ -174,10 +176,11 @@ def find_mixers(target, run) -> list[str]:
 @torch.inference_mode()
 def _probe(target, run, cache) -> list[str]:
     layers = target.get_decoder().layers
-    rows = target.get_input_embeddings().weight
+    embedding = target.get_input_embeddings()
+    rows, device = embedding.weight, execution_device(embedding)
     total = _PROBE_PREFIX + _PROBE_BLOCK
-    ids = torch.arange(1, total + 1, device=rows.device)[None] * (rows.shape[0] - 1) // total
-    positions = torch.arange(total, device=rows.device)[None]
+    ids = torch.arange(1, total + 1, device=device)[None] * (rows.shape[0] - 1) // total
+    positions = torch.arange(total, device=device)[None]
     first, block = slice(_PROBE_PREFIX), slice(_PROBE_PREFIX, total)
     try:
         with _watched(layers, cache) as mixers:

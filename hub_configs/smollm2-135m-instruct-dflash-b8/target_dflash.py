@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
+from .devices_dflash import execution_device, weights_in_place
 from .rollback_dflash import CacheRollback, find_mixers, keeps_keys, keeps_state
 
 # Attention patterns, and the cache layers they use, that roll back exactly: by cropping, or by restoring and replaying.
@@ -94,14 +95,17 @@ class TargetSession:
     Args:
         target (`PreTrainedModel`): the target.
         target_layer_ids (`list[int]`): taps.
+        cache (`DynamicCache`, *optional*): the cache of an earlier session, to continue; default: a new one.
     """
 
-    def __init__(self, target, target_layer_ids):
+    def __init__(self, target, target_layer_ids, cache: DynamicCache | None = None):
         self.target = target
         self.model = unwrap(target)
         self.target_layer_ids = list(target_layer_ids)
-        self.device = self.model.get_input_embeddings().weight.device
-        self.cache = DynamicCache(config=self.model.config)
+        embedding = self.model.get_input_embeddings()
+        self.device = execution_device(embedding)
+        self._head_input = self.device, embedding.weight.dtype
+        self.cache = DynamicCache(config=self.model.config) if cache is None else cache
         self._rollback = CacheRollback(self.cache, self.model.get_decoder().layers, mixers_of(target))
         self._taps: dict[int, torch.Tensor] = {}
         self._hooks: list = []
@@ -118,6 +122,11 @@ class TargetSession:
 
             return hook
 
+        def note(module, inputs):
+            if threading.get_ident() == thread:
+                self._head_input = inputs[0].device, inputs[0].dtype
+
+        self._hooks.append(self.model.get_output_embeddings().register_forward_pre_hook(note))
         for tap in self.target_layer_ids:
             # hidden_states[i + 1] of the last layer is taken after the final norm, so it is the decoder's output.
             module = decoder.layers[tap] if tap < last else decoder
@@ -131,13 +140,17 @@ class TargetSession:
 
     def embed(self, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Raw embedding rows [..., H] of ids, bypassing whatever the target does to them, times `scale`."""
-        rows = functional.embedding(ids, self.model.get_input_embeddings().weight)
+        embedding = self.model.get_input_embeddings()
+        with weights_in_place(embedding):
+            rows = functional.embedding(ids, embedding.weight)
         return rows if scale == 1.0 else rows * scale
 
     def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The target's output head on hidden states [..., H] of any device and dtype."""
-        head = self.model.get_output_embeddings()
-        return head(hidden_states.to(head.weight.device, head.weight.dtype))
+        """The target's logits [..., V], on the session's device, of hidden states [..., H] of any device and dtype.
+
+        They go in as what the target itself last gave its head: a quantised or offloaded head's weight does not tell.
+        """
+        return self.model.get_output_embeddings()(hidden_states.to(*self._head_input)).to(self.device)
 
     def forward(self, ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: int):
         """Appends ids [N, n] -> logits [N, logits_to_keep, V] on the session's device, and features [N, n, K*H].

@@ -22,7 +22,7 @@ def correction_drafter():
 def test_convolution_equals_the_loop():
     conv = correction_drafter().layers[0].mlp_conv
     x = torch.randn(2, 5, 32).double()
-    kernels = conv.kernels(x)
+    kernels = conv(x)
     delta = (x @ conv.kernel_projection.weight.T).reshape(2, 5, 2, 2, 4)
     for side in range(2):
         output = DFlashBlockConv.convolve(x, kernels[side])
@@ -39,7 +39,7 @@ def test_selector_equals_the_loop():
     selector = correction_drafter().candidate_selector
     hidden, logits = torch.randn(1, 7, 32).double(), torch.randn(1, 7, 61).double()
     anchor = torch.tensor([5])
-    tokens = selector.propose(hidden, logits, anchor, lambda scores: (scores.argmax(-1), None)).tokens[0].tolist()
+    tokens = selector(hidden, logits, anchor, lambda scores: (scores.argmax(-1), None)).tokens[0].tolist()
     previous = 5
     for slot in range(7):
         scores = {}
@@ -54,7 +54,7 @@ def test_sampled_walk_reports_the_law_it_drew_from():
     draft = correction_drafter()
     hidden, logits = torch.randn(1, 7, 32).double(), torch.randn(1, 7, 61).double()
     sampler = Sampler(temperature=1.0, draft_temperature=0.8, generator=torch.Generator().manual_seed(0))
-    proposal = draft.candidate_selector.propose(hidden, logits, torch.tensor([5]), sampler.pick)
+    proposal = draft.candidate_selector(hidden, logits, torch.tensor([5]), sampler.pick)
     assert torch.allclose(proposal.probabilities.sum(-1), torch.ones(1, 7))
     assert ((proposal.probabilities > 0).sum(-1) <= 4).all()
     assert (proposal.probabilities.gather(-1, proposal.tokens[..., None]) > 0).all()

@@ -1,0 +1,85 @@
+"""The drafter's side of a decode: its cache of the target's context, and one block per round.
+
+Shapes: N rows, n new context positions, B block size, K taps, H width.
+"""
+
+import torch
+
+from .cache_dflash import DFlashDraftCache
+from .devices_dflash import execution_device
+from .sampling_dflash import DraftProposal, Sampler
+from .target_dflash import TargetSession
+
+
+class BlockDrafter:
+    """The drafter with its cache, for one call.
+
+    Args:
+        draft (`DFlashDraftModel`): the drafter.
+        session (`TargetSession`): the target, whose embedding and head the drafter borrows.
+        block (`int`): positions of a block, B.
+        prompt (`int`): positions of the prompt, for which the cache has room before it grows.
+        window (`int`, *optional*): context positions that the drafter attends to at most; see `window_start`.
+        kept (`DFlashDraftCache`, *optional*): the cache of an earlier call, to continue.
+        outlives (`bool`): whether the cache is used after this call, so that no context may be missing from it.
+    """
+
+    def __init__(self, draft, session: TargetSession, block, prompt, window=None, kept=None, outlives=False):
+        config = draft.config
+        self.draft, self.session, self.block, self.window = draft, session, block, window
+        windows = [config.layer_window(i) for i in range(config.num_hidden_layers)]
+        self.cache = kept or DFlashDraftCache(windows, min(prompt, window or prompt) + max(256, block))
+        self.outlives = outlives
+        # A norm tells both also where the linear layers are quantised.
+        self.device, self.dtype = execution_device(draft.hidden_norm), draft.hidden_norm.weight.dtype
+        self.masks = torch.full((1, block - 1), config.mask_token_id, device=session.device)
+        self.embedding_scale = config.input_embedding_scale
+
+    def absorb(self, features: torch.Tensor) -> None:
+        """Takes features [N, n, K*H] into the cache as context, so that they need not be kept."""
+        features = self._slide(features)
+        length = self.cache.get_seq_length()
+        positions = torch.arange(length, length + features.shape[1], device=self.device)[None]
+        self.draft.absorb(features.to(self.device, self.dtype), positions, self.cache)
+
+    def propose(self, state, sampler: Sampler) -> DraftProposal:
+        """One forward over the state's new features and a block: anchor and masks -> B - 1 draft tokens per row."""
+        features = self._slide(state.features)
+        rows, fresh = features.shape[:2]
+        ids = torch.cat([state.anchor[:, None], self.masks.expand(rows, -1)], dim=1)
+        noise = self.session.embed(ids, self.embedding_scale)
+        offsets = torch.arange(-fresh, self.block, device=self.session.device)
+        output = self.draft(
+            noise_embeds=noise.to(self.device, self.dtype),
+            context_hidden_states=features.to(self.device, self.dtype),
+            position_ids=(state.length[:, None] - self.cache.start + offsets).to(self.device),
+            cache=self.cache,
+        )
+        self.cache.keep_context(fresh)
+        return self.draft.propose(output.last_hidden_state, state.anchor, self.session.head, sampler.pick)
+
+    def skip(self, features: torch.Tensor) -> None:
+        """A round without a draft, after features [N, n, K*H]: nobody needs them unless the cache outlives the call."""
+        if self.outlives:
+            self.absorb(features)
+
+    def _slide(self, features: torch.Tensor) -> torch.Tensor:
+        """Moves the window on, so that it ends with features [N, n, K*H]; gives those within it."""
+        held = self.cache.get_seq_length()
+        ahead = window_start(self.cache.start + held + features.shape[1], self.window) - self.cache.start
+        if ahead <= 0:
+            return features
+        self.cache.forget_oldest(ahead, self.draft.rotary_emb.turn_back)
+        return features[:, max(0, ahead - held) :]
+
+
+def window_start(length: int, window: int | None) -> int:
+    """The first of `length` context positions that the drafter attends to: at most `window` of them.
+
+    It moves by half a window at a time. So the cached keys move, and turn to their new positions, rarely instead of in
+    every round, and each turns once or twice in its life: rounding does not add up.
+    """
+    if window is None or length <= window:
+        return 0
+    step = max(1, window // 2)
+    return -(-(length - window) // step) * step
