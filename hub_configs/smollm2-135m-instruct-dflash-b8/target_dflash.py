@@ -69,11 +69,12 @@ def _cache_argument(target) -> str:
 
 def mixers_of(target) -> list[str]:
     """Names of the modules that drive the target's states; raises `ValueError` if these cannot be rolled back."""
-    return find_mixers(unwrap(target), lambda *inputs: _run(target, *inputs, logits_to_keep=1))
+    name = _cache_argument(target)
+    return find_mixers(unwrap(target), lambda *inputs: _run(target, name, *inputs, logits_to_keep=1))
 
 
-def _run(target, ids, position_ids, cache, logits_to_keep: int):
-    """The target's output for new tokens [N, n], after those in the cache.
+def _run(target, cache_name: str, ids, position_ids, cache, logits_to_keep: int):
+    """The target's output for new tokens [N, n], after those in the cache, which it takes under `cache_name`.
 
     Which logits to keep is said by index: told a number, a target whose last layers share keys runs those layers on
     that many tokens only, and their taps would lack the others.
@@ -85,7 +86,7 @@ def _run(target, ids, position_ids, cache, logits_to_keep: int):
         position_ids=position_ids,
         use_cache=True,
         logits_to_keep=kept,
-        **{_cache_argument(target): cache},
+        **{cache_name: cache},
     )
 
 
@@ -102,9 +103,10 @@ class TargetSession:
         self.target = target
         self.model = unwrap(target)
         self.target_layer_ids = list(target_layer_ids)
-        embedding = self.model.get_input_embeddings()
-        self.device = execution_device(embedding)
-        self._head_input = self.device, embedding.weight.dtype
+        self._cache_name = _cache_argument(target)
+        self._embedding, self._head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        self.device = execution_device(self._embedding)
+        self._head_input = self.device, self._embedding.weight.dtype
         self.cache = DynamicCache(config=self.model.config) if cache is None else cache
         self._rollback = CacheRollback(self.cache, self.model.get_decoder().layers, mixers_of(target))
         self._taps: dict[int, torch.Tensor] = {}
@@ -126,7 +128,7 @@ class TargetSession:
             if threading.get_ident() == thread:
                 self._head_input = inputs[0].device, inputs[0].dtype
 
-        self._hooks.append(self.model.get_output_embeddings().register_forward_pre_hook(note))
+        self._hooks.append(self._head.register_forward_pre_hook(note))
         for tap in self.target_layer_ids:
             # hidden_states[i + 1] of the last layer is taken after the final norm, so it is the decoder's output.
             module = decoder.layers[tap] if tap < last else decoder
@@ -140,9 +142,8 @@ class TargetSession:
 
     def embed(self, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Raw embedding rows [..., H] of ids, bypassing whatever the target does to them, times `scale`."""
-        embedding = self.model.get_input_embeddings()
-        with weights_in_place(embedding):
-            rows = functional.embedding(ids, embedding.weight)
+        with weights_in_place(self._embedding):
+            rows = functional.embedding(ids, self._embedding.weight)
         return rows if scale == 1.0 else rows * scale
 
     def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -150,7 +151,7 @@ class TargetSession:
 
         They go in as what the target itself last gave its head: a quantised or offloaded head's weight does not tell.
         """
-        return self.model.get_output_embeddings()(hidden_states.to(*self._head_input)).to(self.device)
+        return self._head(hidden_states.to(*self._head_input)).to(self.device)
 
     def forward(self, ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: int):
         """Appends ids [N, n] -> logits [N, logits_to_keep, V] on the session's device, and features [N, n, K*H].
@@ -159,7 +160,7 @@ class TargetSession:
         """
         before = self.cache.get_seq_length()
         with self._rollback.forward(ids.shape[1], tentative=logits_to_keep > 1):
-            output = _run(self.target, ids, position_ids, self.cache, logits_to_keep)
+            output = _run(self.target, self._cache_name, ids, position_ids, self.cache, logits_to_keep)
         if self.cache.get_seq_length() != before + ids.shape[1]:
             raise ValueError(
                 f"the target's cache went from {before} to {self.cache.get_seq_length()} positions on {ids.shape[1]} "
