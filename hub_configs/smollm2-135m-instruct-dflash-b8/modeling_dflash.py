@@ -319,5 +319,24 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return_dict: bool = False,
     ):
         """Decodes with `target`, faster, without changing its output. See `decoding_dflash.speculative_generate`."""
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        return speculative_generate(self, **arguments)
+        return speculative_generate(
+            self,
+            target,
+            input_ids,
+            attention_mask,
+            max_new_tokens=max_new_tokens,
+            max_length=max_length,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            draft_temperature=draft_temperature,
+            stop_token_ids=stop_token_ids,
+            prefill_chunk_size=prefill_chunk_size,
+            draft_context_window=draft_context_window,
+            block_size=block_size,
+            cache=cache,
+            streamer=streamer,
+            generator=generator,
+            return_dict=return_dict,
+        )
