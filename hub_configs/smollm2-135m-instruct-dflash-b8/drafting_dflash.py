@@ -48,11 +48,12 @@ class BlockDrafter:
         rows, fresh = features.shape[:2]
         ids = torch.cat([state.anchor[:, None], self.masks.expand(rows, -1)], dim=1)
         noise = self.session.embed(ids, self.embedding_scale)
-        offsets = torch.arange(-fresh, self.block, device=self.session.device)
+        start = self.cache.start
+        offsets = torch.arange(-fresh - start, self.block - start, device=self.session.device)
         output = self.draft(
             noise_embeds=noise.to(self.device, self.dtype),
             context_hidden_states=features.to(self.device, self.dtype),
-            position_ids=(state.length[:, None] - self.cache.start + offsets).to(self.device),
+            position_ids=(state.length[:, None] + offsets).to(self.device),
             cache=self.cache,
         )
         self.cache.keep_context(fresh)
