@@ -1,0 +1,30 @@
+"""What the parsers of several commands have in common."""
+
+import argparse
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    models = parser.add_argument_group("models")
+    models.add_argument("--target", help="folder or Hub repository of the target")
+    models.add_argument("--draft", help="folder or Hub repository of its drafter")
+    models.add_argument("--demo", action="store_true", help="use SmolLM2-135M-Instruct and the drafter in this project")
+    models.add_argument("--revision", help="revision of the target's repository")
+    models.add_argument("--draft-revision", help="revision of the drafter's repository")
+    models.add_argument("--device", help="default: cuda, else mps, else cpu")
+    models.add_argument("--dtype", help="default: the checkpoint's; float32 on a CPU")
+
+
+def check_models(arguments: dict, parser: argparse.ArgumentParser) -> None:
+    if arguments["demo"] == bool(arguments["target"] or arguments["draft"]):
+        parser.error("give --target and --draft, or --demo")
+    if not arguments["demo"] and not (arguments["target"] and arguments["draft"]):
+        parser.error("--target and --draft belong together")
+
+
+def add_decoding(parser: argparse.ArgumentParser, max_new_tokens: int):
+    decoding = parser.add_argument_group("decoding")
+    decoding.add_argument("--max-new-tokens", type=int, default=max_new_tokens, help=f"default: {max_new_tokens}")
+    decoding.add_argument("--block-size", type=int, help="positions per round; default: as trained")
+    decoding.add_argument("--system", help="system message")
+    decoding.add_argument("--raw", action="store_true", help="no chat template")
+    return decoding
