@@ -1,0 +1,1 @@
+"""Training a drafter: data, features, anchors, losses, the loop."""
