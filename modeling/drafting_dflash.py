@@ -44,7 +44,7 @@ class BlockDrafter:
         self.draft.absorb(features.to(self.device, self.dtype), positions, self.cache)
 
     def propose(self, state, sampler: Sampler) -> DraftProposal:
-        """One forward over the state's new features and a block: anchor and masks -> draft tokens, B - 1 (B from the anchor)."""
+        """One forward over the state's new features and a block: anchor and masks -> their draft tokens."""
         features = self._slide(state.features)
         rows, fresh = features.shape[:2]
         ids = torch.cat([state.anchor[:, None], self.masks.expand(rows, -1)], dim=1)

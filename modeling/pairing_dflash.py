@@ -38,9 +38,9 @@ class PairReport:
     Attributes:
         facts: what was checked, with both values; all of them hold.
         settings: what is in use once everything is resolved, as JSON types: `block_size`, `sample_from_anchor`,
-            `proposals` (draft tokens per block), `target_layer_ids`, `mask_token_id`, `layers` (causality and window of each drafter layer), `rope` (type, theta, attention
-            factor), `input_embedding_scale`, `attention`, `dtype` and `device` of both models, and `rollback`: how
-            each layer of the target's cache takes tokens back.
+            `proposals` (draft tokens per block), `target_layer_ids`, `mask_token_id`, `layers` (causality and window of
+            each drafter layer), `rope` (type, theta, attention factor), `input_embedding_scale`, `attention`, `dtype`
+            and `device` of both models, and `rollback`: how each layer of the target's cache takes tokens back.
         warnings: what does not make the output wrong, but may lower acceptance.
     """
 
