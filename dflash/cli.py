@@ -3,11 +3,12 @@
 import argparse
 import sys
 
-from dflash.commands import check, generate
+from dflash.commands import check, features, generate
 
 COMMANDS = {
     "generate": generate,
     "check": check,
+    "features": features,
 }
 FAILED, INTERRUPTED = 1, 130
 
