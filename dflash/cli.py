@@ -3,11 +3,12 @@
 import argparse
 import sys
 
-from dflash.commands import check, generate
+from dflash.commands import catalogue, check, generate
 
 COMMANDS = {
     "generate": generate,
     "check": check,
+    "list": catalogue,
 }
 FAILED, INTERRUPTED = 1, 130
 
