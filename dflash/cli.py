@@ -3,12 +3,13 @@
 import argparse
 import sys
 
-from dflash.commands import check, features, generate
+from dflash.commands import catalogue, check, features, generate
 
 COMMANDS = {
     "generate": generate,
     "check": check,
     "features": features,
+    "list": catalogue,
 }
 FAILED, INTERRUPTED = 1, 130
 
