@@ -3,11 +3,12 @@
 import argparse
 import sys
 
-from dflash.commands import check, features, generate
+from dflash.commands import check, eval, features, generate
 
 COMMANDS = {
     "generate": generate,
     "check": check,
+    "eval": eval,
     "features": features,
 }
 FAILED, INTERRUPTED = 1, 130
