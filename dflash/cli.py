@@ -3,11 +3,12 @@
 import argparse
 import sys
 
-from dflash.commands import catalogue, check, features, generate
+from dflash.commands import catalogue, check, eval, features, generate
 
 COMMANDS = {
     "generate": generate,
     "check": check,
+    "eval": eval,
     "features": features,
     "list": catalogue,
 }
