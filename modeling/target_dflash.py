@@ -90,6 +90,17 @@ def _run(target, cache_name: str, ids, position_ids, cache, logits_to_keep: int)
     )
 
 
+def tap_module(model, tap: int):
+    """The module whose output is `hidden_states[tap + 1]`: that of the last layer is taken after the final norm."""
+    decoder = model.get_decoder()
+    return decoder.layers[tap] if tap < len(decoder.layers) - 1 else decoder
+
+
+def tap_output(output) -> torch.Tensor:
+    """The hidden states [N, n, H] in what a tapped module gave."""
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
 class TargetSession:
     """One sequence of forwards over a target, with its cache and its taps. Use it in a `with` block.
 
@@ -114,13 +125,11 @@ class TargetSession:
 
     def __enter__(self):
         thread = threading.get_ident()  # a target may serve several threads, each with its own session
-        decoder = self.model.get_decoder()
-        last = len(decoder.layers) - 1
 
         def keep(tap):
             def hook(module, inputs, output):
                 if threading.get_ident() == thread:
-                    self._taps[tap] = output if isinstance(output, torch.Tensor) else output[0]
+                    self._taps[tap] = tap_output(output)
 
             return hook
 
@@ -130,9 +139,7 @@ class TargetSession:
 
         self._hooks.append(self._head.register_forward_pre_hook(note))
         for tap in self.target_layer_ids:
-            # hidden_states[i + 1] of the last layer is taken after the final norm, so it is the decoder's output.
-            module = decoder.layers[tap] if tap < last else decoder
-            self._hooks.append(module.register_forward_hook(keep(tap)))
+            self._hooks.append(tap_module(self.model, tap).register_forward_hook(keep(tap)))
         self._hooks += self._rollback.attach()
         return self
 
