@@ -3,11 +3,12 @@
 import argparse
 import sys
 
-from dflash.commands import check, generate
+from dflash.commands import check, generate, train
 
 COMMANDS = {
     "generate": generate,
     "check": check,
+    "train": train,
 }
 FAILED, INTERRUPTED = 1, 130
 
