@@ -18,6 +18,7 @@ from .cache_dflash import DFlashDraftCache
 from .configuration_dflash import DFlashConfig
 from .correction_dflash import DFlashBlockConv, DFlashCandidateSelector
 from .decoding_dflash import speculative_generate
+from .native_dflash import check_native
 from .pairing_dflash import PairReport, report_pair
 from .sampling_dflash import DraftProposal
 
@@ -239,6 +240,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             `BaseModelOutput` with `last_hidden_state` [N, B, H], after the final norm.
         """
         cache = past_key_values if cache is None else cache
+        if not isinstance(cache, DFlashDraftCache | None):
+            check_native(self.config)
         block = noise_embeds.shape[1]
         self._check_features(context_hidden_states)
         context = self.hidden_norm(self.fc(context_hidden_states))
@@ -288,7 +291,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             output_head: the target's head.
             pick: maps logits [..., C] to chosen indices [...] and their distribution [..., C] or None.
         """
-        slots = hidden_states[:, 1:]
+        slots = hidden_states if self.config.sample_from_anchor else hidden_states[:, 1:]
         logits = self.compute_logits(slots, output_head)
         if self.candidate_selector is not None:
             return self.candidate_selector(slots, logits, anchor, pick)
