@@ -3,11 +3,12 @@
 import argparse
 import sys
 
-from dflash.commands import check, generate, train
+from dflash.commands import check, features, generate, train
 
 COMMANDS = {
     "generate": generate,
     "check": check,
+    "features": features,
     "train": train,
 }
 FAILED, INTERRUPTED = 1, 130

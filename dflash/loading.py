@@ -12,16 +12,22 @@ from dflash.modeling.modeling_dflash import DFlashDraftModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairOptions:
-    """What all commands take; `target` and `draft` are folders or Hub repositories."""
+class TargetOptions:
+    """Which target, and where it runs; `target` is a folder or a Hub repository, `demo` the embedded default."""
 
     target: str | None = None
-    draft: str | None = None
     demo: bool = False
     revision: str | None = None
-    draft_revision: str | None = None
     device: str | None = None
     dtype: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairOptions(TargetOptions):
+    """What all commands take that decode with a drafter; `draft` is a folder or a Hub repository."""
+
+    draft: str | None = None
+    draft_revision: str | None = None
     max_new_tokens: int = 256
     block_size: int | None = None
     system: str | None = None
@@ -31,17 +37,26 @@ class PairOptions:
 
 def load(options: PairOptions):
     """Target, drafter and tokenizer, on one device."""
-    target_name, draft_name = options.target, options.draft
-    if options.demo:
-        target_name, draft_name = str(demo.demo_target(say)), str(demo.DRAFTER)
+    target, tokenizer = load_target(options)
+    name = str(demo.DRAFTER) if options.demo else options.draft
+    dtype = _dtype(options, target.device.type)
+    say(f"loading drafter {_short(name)}")
+    draft = DFlashDraftModel.from_pretrained(name, revision=options.draft_revision, dtype=dtype)
+    return target, draft.to(target.device).eval(), tokenizer
+
+
+def load_target(options: TargetOptions):
+    """A target, in evaluation mode, and its tokenizer."""
+    name = str(demo.demo_target(say)) if options.demo else options.target
     device = options.device or default_device()
-    dtype = options.dtype or ("float32" if device == "cpu" else "auto")
-    say(f"loading target {_short(target_name)} on {device} in {dtype}")
-    target = AutoModelForCausalLM.from_pretrained(target_name, revision=options.revision, dtype=dtype).to(device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(target_name, revision=options.revision)
-    say(f"loading drafter {_short(draft_name)}")
-    draft = DFlashDraftModel.from_pretrained(draft_name, revision=options.draft_revision, dtype=dtype).to(device).eval()
-    return target, draft, tokenizer
+    dtype = _dtype(options, device)
+    say(f"loading target {_short(name)} on {device} in {dtype}")
+    target = AutoModelForCausalLM.from_pretrained(name, revision=options.revision, dtype=dtype).to(device).eval()
+    return target, AutoTokenizer.from_pretrained(name, revision=options.revision)
+
+
+def _dtype(options: TargetOptions, device: str) -> str:
+    return options.dtype or ("float32" if torch.device(device).type == "cpu" else "auto")
 
 
 def default_device() -> str:

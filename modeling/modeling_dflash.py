@@ -94,7 +94,7 @@ class DFlashAttention(nn.Module):
     def forward(self, hidden_states, context, position_embeddings, attention: BlockAttention, cache=None):
         """hidden_states [N, B, H], context [N, n, H], angles for n + B positions -> [N, B, H].
 
-        Training gives many blocks one context: hidden_states [A, B, H], context [1, n, H], angles for n + A*B positions.
+        Training gives A blocks one context: hidden_states [A, B, H], context [1, n, H], angles for n + A*B positions.
         """
         rows, width = context.shape[0], context.shape[-1]
         source = torch.cat([context, hidden_states.reshape(rows, -1, width)], dim=1)

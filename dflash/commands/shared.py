@@ -21,6 +21,21 @@ def check_models(arguments: dict, parser: argparse.ArgumentParser) -> None:
         parser.error("--target and --draft belong together")
 
 
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """The options that say which target, and where it runs."""
+    models = parser.add_argument_group("target")
+    models.add_argument("--target", help="folder or Hub repository of the target")
+    models.add_argument("--demo", action="store_true", help="use SmolLM2-135M-Instruct")
+    models.add_argument("--revision", help="revision of the target's repository")
+    models.add_argument("--device", help="default: cuda, else mps, else cpu")
+    models.add_argument("--dtype", help="default: the checkpoint's; float32 on a CPU")
+
+
+def check_target(arguments: dict, parser: argparse.ArgumentParser) -> None:
+    if arguments["demo"] == bool(arguments["target"]):
+        parser.error("give --target or --demo")
+
+
 def add_decoding(parser: argparse.ArgumentParser, max_new_tokens: int):
     decoding = parser.add_argument_group("decoding")
     decoding.add_argument("--max-new-tokens", type=int, default=max_new_tokens, help=f"default: {max_new_tokens}")

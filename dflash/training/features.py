@@ -4,13 +4,18 @@ Shapes: T tokens of a document, N documents in a batch, K taps, H width of the t
 """
 
 import contextlib
+from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import safe_open
 
 from dflash.modeling.devices_dflash import execution_device
 from dflash.modeling.target_dflash import tap_module, tap_output, unwrap
 from dflash.training.documents import Document
+from dflash.training.feature_index import missing_shards, read_index
+from dflash.training.identity import differences, identify
 
 
 class TargetStates(NamedTuple):
@@ -95,6 +100,67 @@ class OnlineFeatures:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+class CachedFeatures:
+    """Reads what `write_features` wrote; called like `OnlineFeatures`. Files are memory-mapped.
+
+    Raises:
+        FileNotFoundError: the folder has no index.
+        ValueError: the cache is incomplete, of another format, or its last states are not those the head takes.
+    """
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.index = read_index(self.folder)
+        if self.index.last_hidden_is_normed is False:
+            raise ValueError(
+                f"{self.folder} holds last states before the target's final norm (last_hidden_is_normed is false), "
+                "which the target's head does not take; write the cache again"
+            )
+        missing = missing_shards(self.folder, self.index)
+        if missing:
+            raise ValueError(
+                f"{self.folder} is incomplete: {len(missing)} of {len(self.index.shards)} shards are missing "
+                f"({missing[0].file}, ...); run the command that wrote it again, it goes on where it stopped"
+            )
+        self.tap_ids = self.index.target_layer_ids
+        self.last_hidden = self.index.last_hidden_is_normed is not None
+        self._places = {}
+        for shard in self.index.shards:
+            begin = 0
+            for id, length in zip(shard.ids, shard.lengths, strict=True):
+                self._places[id] = (shard.file, begin, begin + length)
+                begin += length
+        self._open = lru_cache(maxsize=64)(lambda file: safe_open(self.folder / file, framework="pt"))
+
+    def check(self, tap_ids, target, tokenizer=None, last_hidden: bool = False) -> None:
+        """Raises `ValueError` unless the cache was made from this target, tokenizer and these taps."""
+        problems = differences(self.index.made_from, identify(target, tokenizer))
+        if list(tap_ids) != self.tap_ids:
+            problems.insert(0, f"target_layer_ids are {self.tap_ids}, here {list(tap_ids)}")
+        if last_hidden and not self.last_hidden:
+            problems.append("it has no last_hidden, which this loss needs")
+        if problems:
+            raise ValueError(f"the features in {self.folder} do not fit: {'; '.join(problems)}; write them again")
+
+    def __call__(self, documents: list[Document]) -> list[TargetStates]:
+        """The states of each document, on the CPU and in the dtype of the cache.
+
+        Raises:
+            ValueError: a document is not in the cache, or has other tokens there.
+        """
+        return [self._read(document) for document in documents]
+
+    def _read(self, document: Document) -> TargetStates:
+        if document.id not in self._places:
+            raise ValueError(f"document {document.id!r} is not in the feature cache {self.folder}")
+        file, begin, end = self._places[document.id]
+        shard = self._open(file)
+        if not torch.equal(shard.get_slice("input_ids")[begin:end], document.input_ids):
+            raise ValueError(f"document {document.id!r} has other tokens than in the feature cache {self.folder}")
+        last = shard.get_slice("last_hidden")[begin:end] if self.last_hidden else None
+        return TargetStates(shard.get_slice("features")[begin:end], last)
 
 
 def batches(lengths: list[int], limit: int) -> list[list[int]]:

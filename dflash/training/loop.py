@@ -165,7 +165,7 @@ class Trainer:
             yield pack_blocks(documents, anchors, self.source(documents), self.draft_config)
 
     def _scale_gradients(self, weight: float) -> float:
-        """Turns the gradient of a sum, which processes have averaged, into that of the mean, clipped; gives its norm."""
+        """Turns the gradient of a sum, averaged over processes, into that of the mean, clipped; gives its norm."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         scale = self.accelerator.num_processes / weight if weight else 0.0
         torch._foreach_mul_([parameter.grad for parameter in parameters], scale)

@@ -3,7 +3,7 @@
 Shapes: A blocks, B block size, S predicted positions per block, R trained rows, H width.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from dflash.training.target import RestrictedHead, TargetParts
 class Objective:
     """What a drafter is trained for; see the fields of the same names in `TrainConfig`."""
 
-    mix: LossMix = LossMix()
+    mix: LossMix = field(default_factory=LossMix)
     position_weights: str = "dpace"
     dpace_alpha: float = 0.5
     decay_gamma: float | None = None
