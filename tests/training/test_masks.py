@@ -1,7 +1,10 @@
 """The blocks of a packed batch see what decoding lets them see, and nothing else."""
 
+import warnings
+
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 from dflash.training.blocks import BlockLayout
 from dflash.training.masks import PackedAttention, visible_blocks
@@ -42,20 +45,37 @@ def test_dense_mask_is_the_rule(causal, window):
 
 
 @pytest.mark.parametrize(("causal", "window"), KINDS)
-@pytest.mark.parametrize("flex", [False, True])
-def test_attention_is_that_of_the_dense_mask(flex, causal, window):
+def test_attention_in_groups_is_that_of_the_dense_mask(causal, window):
     layout = random_layout(1)
     seen = brute_force(layout, causal, window)
-    queries, keys = seen.shape
-    torch.manual_seed(0)
-    query, key, value = torch.randn(1, 4, queries, 8), torch.randn(1, 2, keys, 8), torch.randn(1, 2, keys, 8)
-    attention = PackedAttention(layout, flex, torch.device("cpu"))
+    query, key, value, expected = attended(seen)
+    attention = PackedAttention(layout, False, torch.device("cpu"))
     mask = attention.mask(causal, window, key)
     found, _ = attention.implementation(torch.nn.Module(), query, key, value, mask, scaling=0.3)
-    scores = (query @ key.repeat_interleave(2, 1).mT * 0.3).masked_fill(~seen, -torch.inf)
-    expected = scores.softmax(-1) @ value.repeat_interleave(2, 1)
     assert torch.allclose(found, expected.transpose(1, 2), atol=1e-5)
     assert attention.mask(causal, window, key) is mask
+
+
+@pytest.mark.parametrize(("causal", "window"), KINDS)
+def test_flex_attention_is_that_of_the_dense_mask(causal, window):
+    """Uncompiled: compiling takes longer than all other tests, and changes neither the mask nor the rule."""
+    layout = random_layout(1)
+    query, key, value, expected = attended(brute_force(layout, causal, window))
+    mask = PackedAttention(layout, True, torch.device("cpu")).mask(causal, window, key)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = flex_attention(query, key, value, block_mask=mask, scale=0.3, enable_gqa=True)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def attended(seen: torch.Tensor):
+    """Random queries, keys and values, and attention over what is `seen`."""
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, size, 8) for heads, size in zip((4, 2, 2), (*seen.shape, seen.shape[1]), strict=True)
+    )
+    scores = (query @ key.repeat_interleave(2, 1).mT * 0.3).masked_fill(~seen, -torch.inf)
+    return query, key, value, scores.softmax(-1) @ value.repeat_interleave(2, 1)
 
 
 def test_groups_leave_out_what_nobody_sees():
