@@ -3,11 +3,12 @@
 import argparse
 import sys
 
-from dflash.commands import check, features, generate, train
+from dflash.commands import check, eval, features, generate, train
 
 COMMANDS = {
     "generate": generate,
     "check": check,
+    "eval": eval,
     "features": features,
     "train": train,
 }

@@ -51,7 +51,7 @@ def test_sampling_is_seeded(pair, capsys):
 
 
 def test_a_difference_is_an_exit_code(pair, capsys, monkeypatch):
-    monkeypatch.setattr("dflash.generate.compare", lambda *_: (1.0, False))
+    monkeypatch.setattr("dflash.generate.decode_plain", lambda *_: (torch.zeros(1, 9), 1.0))
     code, out, err = run(capsys, *pair, "w3", "--max-new-tokens", "3", "--compare")
     assert code == 3 and "DIFFER" in out and "float32" in err
 

@@ -1,6 +1,7 @@
 """What the parsers of several commands have in common."""
 
 import argparse
+import json
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
@@ -43,3 +44,20 @@ def add_decoding(parser: argparse.ArgumentParser, max_new_tokens: int):
     decoding.add_argument("--system", help="system message")
     decoding.add_argument("--raw", action="store_true", help="no chat template")
     return decoding
+
+
+def add_template(group) -> None:
+    group.add_argument(
+        "--template",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="""arguments for the chat template, as in '{"enable_thinking": false}'""",
+    )
+
+
+def json_object(text: str) -> dict:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"not an object: {text}")
+    return value
