@@ -6,10 +6,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dflash.evaluation import real_tau
 from dflash.loading import say
 from dflash.modeling.configuration_dflash import DFlashConfig
 from dflash.modeling.modeling_dflash import DFlashDraftModel
 from dflash.modeling.pairing_dflash import check_pair
+from dflash.prompts import encode_messages, read_prompts
 from dflash.training.config import TrainConfig
 from dflash.training.documents import read_documents, read_sidecar
 from dflash.training.features import CachedFeatures, OnlineFeatures
@@ -32,7 +34,8 @@ def train(config: TrainConfig, resume: bool = False) -> TrainResult:
     check_pair(draft.config, target)
     documents = load_documents(config, target, tokenizer)
     source = make_source(config, draft.config, target, tokenizer)
-    trainer = Trainer(config, draft, target, documents, source, accelerator=accelerator)
+    evaluate = make_evaluation(config, target, tokenizer)
+    trainer = Trainer(config, draft, target, documents, source, evaluate, accelerator)
     return trainer.run(resume)
 
 
@@ -78,3 +81,14 @@ def make_source(config: TrainConfig, draft_config, target, tokenizer):
     cached = CachedFeatures(config.features)
     cached.check(draft_config.target_layer_ids, target, tokenizer, last_hidden)
     return cached
+
+
+def make_evaluation(config: TrainConfig, target, tokenizer):
+    """What decodes the held-out prompts greedily with a drafter, and gives its tau; None without prompts."""
+    if config.eval_prompts is None:
+        return None
+    prompts = [
+        encode_messages(tokenizer, prompt.messages, tools=prompt.tools)
+        for prompt in read_prompts(config.eval_prompts, config.eval_limit)
+    ]
+    return lambda draft: {"tau": real_tau(draft, target, prompts, config.eval_max_new_tokens)}
