@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from dflash.commands import catalogue, check, eval, features, generate
+from dflash.commands import catalogue, check, eval, features, generate, train
 
 COMMANDS = {
     "generate": generate,
@@ -11,6 +11,7 @@ COMMANDS = {
     "eval": eval,
     "features": features,
     "list": catalogue,
+    "train": train,
 }
 FAILED, INTERRUPTED = 1, 130
 
