@@ -3,11 +3,12 @@
 import argparse
 import sys
 
-from dflash.commands import check, generate
+from dflash.commands import check, generate, push
 
 COMMANDS = {
     "generate": generate,
     "check": check,
+    "push": push,
 }
 FAILED, INTERRUPTED = 1, 130
 
