@@ -14,6 +14,8 @@ import dflash.modeling
 
 AUTO_MAP = {"AutoConfig": "configuration_dflash.DFlashConfig", "AutoModel": "modeling_dflash.DFlashDraftModel"}
 SOURCES = Path(dflash.modeling.__path__[0])
+# What a checkpoint carries a second time, where `generate(custom_generate=<folder>)` looks for it.
+CUSTOM_GENERATE = Path("custom_generate") / "generate.py"
 
 
 def shipped_files() -> list[Path]:
@@ -51,8 +53,10 @@ def ship(folder: str | os.PathLike) -> None:
     path = folder / "config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     settings["auto_map"] = AUTO_MAP
-    for source in shipped_files():
-        _replace(folder / source.name, lambda target, source=source: shutil.copyfile(source, target))
+    (folder / CUSTOM_GENERATE.parent).mkdir(exist_ok=True)
+    copies = [(source, source.name) for source in shipped_files()]
+    for source, name in [*copies, (SOURCES / "generate_dflash.py", CUSTOM_GENERATE)]:
+        _replace(folder / name, lambda target, source=source: shutil.copyfile(source, target))
     text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
     _replace(path, lambda target: target.write_text(text, encoding="utf-8"))
 

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from dflash.commands import catalogue, check, eval, features, generate, train
+from dflash.commands import catalogue, check, eval, features, generate, push, train
 
 COMMANDS = {
     "generate": generate,
@@ -12,6 +12,7 @@ COMMANDS = {
     "features": features,
     "list": catalogue,
     "train": train,
+    "push": push,
 }
 FAILED, INTERRUPTED = 1, 130
 
