@@ -29,6 +29,8 @@ class DFlashGenerateOutput(ModelOutput):
         tau: mean of `emitted` per round, None if the first token already ended the text.
         prefill_time, draft_time, verify_time: seconds in the prompt's forward, in drafting, and in verifying.
         cache: a `DFlashSessionCache` of all tokens but the last, to continue from with `spec_generate(cache=...)`.
+        scores, logits: for each new token its processed scores or the target's logits [N, V]; only if `generate` was
+            asked for them.
     """
 
     sequences: torch.LongTensor | None = None
@@ -38,6 +40,8 @@ class DFlashGenerateOutput(ModelOutput):
     draft_time: float | None = None
     verify_time: float | None = None
     cache: DFlashSessionCache | None = None
+    scores: tuple[torch.Tensor, ...] | None = None
+    logits: tuple[torch.Tensor, ...] | None = None
 
 
 @dataclass
@@ -92,6 +96,7 @@ def speculative_generate(
             tokens of `input_ids`, which hold the whole text, that it does not stand for are run.
         streamer (`BaseStreamer`, *optional*): gets the prompt, then the tokens of each round.
         return_dict (`bool`): give a `DFlashGenerateOutput` instead of the sequences [1, P + T].
+        sampler (`Sampler`, *optional*): takes the place of the sampling settings and of the generation config.
 
     Raises:
         ValueError: the two models do not belong together, the target cannot be rolled back, or an argument is wrong.
@@ -103,8 +108,10 @@ def speculative_generate(
     budget = _resolve_budget(options.pop("max_new_tokens"), options.pop("max_length"), input_ids.shape[1])
     window = _resolve_window(options.pop("draft_context_window"), draft.config, block, prompt.shape[1] + budget)
     stops = _resolve_stops(options.pop("stop_token_ids"), target)
-    sampler = Sampler(**options)
-    if ignored := ignored_settings(getattr(target, "generation_config", None)):
+    sampler = options.pop("sampler", None)
+    ignored = [] if sampler else ignored_settings(getattr(target, "generation_config", None))
+    sampler = sampler or Sampler(**options)
+    if ignored:
         warnings.warn(
             f"not applied, though the target's generation config asks for it: {', '.join(ignored)}", stacklevel=3
         )
@@ -136,7 +143,7 @@ def decode(drafter, session, prompt, chunk, budgets, stops, sampler, streamer=No
         streamer.put(prompt.cpu())
     state = prefill(session, drafter, prompt, chunk, budgets, stops, sampler, streamer)
     clock.lap("prefill")
-    while width := min(drafter.width, state.width):
+    while width := 0 if sampler.finished else min(drafter.width, state.width):
         proposal = drafter.propose(state, sampler).first(width - 1) if width > 1 else drafter.skip(state.features)
         clock.lap("draft")
         verdict, features = verify(session, state, proposal, sampler)

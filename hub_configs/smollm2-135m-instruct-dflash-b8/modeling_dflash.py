@@ -1,5 +1,9 @@
 """DFlash drafter: a Qwen3-shaped decoder whose keys and values also come from a target's hidden states."""
 
+import inspect
+import shutil
+from pathlib import Path
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -18,8 +22,10 @@ from .cache_dflash import DFlashDraftCache
 from .configuration_dflash import DFlashConfig
 from .correction_dflash import DFlashBlockConv, DFlashCandidateSelector
 from .decoding_dflash import speculative_generate
+from .generate_dflash import generate
 from .native_dflash import check_native
 from .pairing_dflash import PairReport, report_pair
+from .prepared_dflash import generate_prepared
 from .sampling_dflash import DraftProposal
 
 
@@ -212,6 +218,19 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             raise ValueError(f"{pretrained_model_name_or_path}: config.json and weights disagree. {found}")
         return (model, info) if wants_info else model
 
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, push_to_hub=False, **kwargs):
+        """As in Transformers; the folder also gets `custom_generate/generate.py`, so that it is complete."""
+        details = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
+        details = {name: kwargs.pop(name) for name in details if name in kwargs}
+        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        if is_main_process:
+            path = Path(save_directory) / "custom_generate" / "generate.py"
+            path.parent.mkdir(exist_ok=True)
+            shutil.copyfile(inspect.getsourcefile(generate), path)
+        if push_to_hub:
+            repo_id = details.pop("repo_id", None) or Path(save_directory).name
+            self.push_to_hub(repo_id, token=kwargs.get("token"), **details)
+
     def forward(
         self,
         noise_embeds: torch.Tensor,
@@ -351,4 +370,40 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             streamer=streamer,
             generator=generator,
             return_dict=return_dict,
+        )
+
+    def custom_generate(
+        self,
+        target: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        streamer=None,
+        synced_gpus: bool = False,
+        draft_temperature: float = 0.0,
+        draft_context_window: int | None = None,
+        block_size: int | None = None,
+        generator: torch.Generator | None = None,
+        **model_kwargs,
+    ):
+        """A decoding method for `target.generate(..., custom_generate=draft.custom_generate)`.
+
+        `generate` prepares everything as ever: prompt, logits processors, stopping criteria, generation config. The
+        output is the same as without a drafter. The arguments from `draft_temperature` on are those of `spec_generate`
+        and may be passed to `generate`. It keeps `streamer` to itself, so bind that one:
+        `custom_generate=functools.partial(draft.custom_generate, streamer=streamer)`. `stop_strings` go in as
+        `stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)]`.
+
+        Returns:
+            Sequences [1, P + T]; with `return_dict_in_generate`, a `DFlashGenerateOutput`.
+
+        Raises:
+            ValueError: beams, several rows, prompts that are not tokens, a cache of the caller's, or outputs besides
+                scores and logits.
+        """
+        options = dict(draft_context_window=draft_context_window, block_size=block_size)
+        options.update(streamer=streamer, generator=generator, draft_temperature=draft_temperature)
+        return generate_prepared(
+            self, target, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, **options
         )

@@ -83,6 +83,15 @@ def tokenizer_hash(tokenizer) -> str:
     return hashlib.sha256(vocabulary.encode("utf-8")).hexdigest()
 
 
+def chat_template_hash(tokenizer) -> str | None:
+    """What `provenance.target_chat_template_hash` holds: SHA-256 of the chat template; None if there is none."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        return None
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
 def _facts(config, target) -> list[Fact]:
     model = unwrap(target)
     text = model.config.get_text_config(decoder=True)
@@ -167,8 +176,9 @@ def _provenance_warnings(config, target, tokenizer) -> list[str]:
         return [f"provenance is {provenance!r} where a dictionary is expected, so it was not compared"]
     revision = _revision_warning(provenance.get("target_revision"), target)
     hashes = _hash_warning(provenance.get("target_tokenizer_hash"), tokenizer)
+    template = _template_warning(provenance.get("target_chat_template_hash"), tokenizer)
     thinking = _thinking_warning(provenance.get("thinking_mode"), tokenizer)
-    return [warning for warning in (revision, hashes, thinking) if warning]
+    return [warning for warning in (revision, hashes, template, thinking) if warning]
 
 
 def _revision_warning(trained, target) -> str | None:
@@ -184,6 +194,15 @@ def _hash_warning(trained, tokenizer) -> str | None:
     if trained is None or tokenizer is None or trained == tokenizer_hash(tokenizer):
         return None
     return f"target_tokenizer_hash is {trained}, this tokenizer's is {tokenizer_hash(tokenizer)}: ids differ in meaning"
+
+
+def _template_warning(trained, tokenizer) -> str | None:
+    if trained is None or tokenizer is None or trained == chat_template_hash(tokenizer):
+        return None
+    return (
+        f"target_chat_template_hash is {trained}, this tokenizer's is {chat_template_hash(tokenizer)}: prompts come "
+        "out in another form than in training, so expect fewer accepted tokens"
+    )
 
 
 def _thinking_warning(trained, tokenizer) -> str | None:
