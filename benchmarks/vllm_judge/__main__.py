@@ -7,8 +7,9 @@ or, from a fresh clone,
     python3 -m venv .venv && .venv/bin/pip install -q "torch==2.13.0" -e ".[demo]" &&
     .venv/bin/python -m benchmarks.vllm_judge --demo
 
-vLLM lives in a virtual environment of its own: about 1.1 GB to download, 3.4 GB on disk, 6 minutes. Without `--venv` it
-is temporary; with it, it is made there and kept, or taken if it is there. Serving takes about 5 minutes on two cores.
+vLLM lives in a virtual environment of its own: about 0.9 GB to download (more where pip chooses a CUDA build of torch),
+3.4 GB on disk, 6 minutes. Without `--venv` it is temporary; with it, it is made there and kept, or taken if it is
+there. All else takes about 5 minutes of processor time.
 
 Tiny random targets get drafters of which about a third of the drafts are right, written by `dflash.checkpoint`. vLLM
 serves each pair in float32, and has to give the tokens that it gives without a drafter, the draft tokens that
@@ -118,7 +119,7 @@ def judge(arguments: argparse.Namespace, scratch: Path) -> int:
     begin = time.monotonic()
     folder = arguments.venv or scratch / "environment"
     if not folder.exists():
-        print(f"installing {' and '.join(environment.PACKAGES)} (about 1.1 GB, 5 minutes)", flush=True)
+        print(f"installing {' and '.join(environment.PACKAGES)} (about 0.9 GB, 6 minutes)", flush=True)
     python = environment.environment(folder.absolute())
     print("making pairs", flush=True)
     targets, cases = tiny_cases(scratch)
