@@ -1,6 +1,5 @@
 """The comparisons that judge this library by vLLM, and the files around them; vLLM itself is not needed."""
 
-import importlib.util
 import json
 import os
 import sys
@@ -9,18 +8,9 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[1] / "benchmarks" / "vllm_judge"
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-
-def module(name):
-    spec = importlib.util.spec_from_file_location(f"vllm_judge_{name}", FOLDER / f"{name}.py")
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = loaded  # dataclasses look their module up
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
-verdict, environment, served = module("verdict"), module("environment"), module("served")
+from benchmarks.vllm_judge import environment, pairs, served, verdict
 
 OURS = [
     verdict.Rounds([1, 2, 3, 4, 5], [[2, 9, 9], [4, 5, 9]], [1, 2]),
@@ -174,3 +164,44 @@ def test_a_folder_that_is_no_environment_is_refused_and_kept(tmp_path):
     with pytest.raises(FileNotFoundError, match="not a virtual environment"):
         environment.environment(tmp_path / "venv")
     assert (tmp_path / "venv" / "mine").exists()
+
+
+PROMPT = [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A target, and the folder of a drafter trained on it: an untrained one proposes the same token for ever."""
+    target = pairs.tiny_target("llama")
+    folder = tmp_path_factory.mktemp("judge") / "drafter"
+    return target, pairs.write_drafter(folder, target, [PROMPT])
+
+
+def decode(folder, target, new):
+    return pairs.decode(pairs.RecordingDrafter.from_pretrained(folder), target, PROMPT, new, pairs.BLOCK)
+
+
+def test_recorded_rounds_tell_the_text(pair):
+    """The rounds that are kept are those that begin before the last token, and none of them is cut short."""
+    target, folder = pair
+    text = pairs.read(target, PROMPT)[0][len(PROMPT) :].tolist()
+    for new in range(pairs.NEW - 3, pairs.NEW + 1):
+        rounds = decode(folder, target, new)
+        assert rounds.tokens == text[:new] and len(rounds.drafts) == len(rounds.accepted)
+        place = 1
+        for drafted, accepted in zip(rounds.drafts, rounds.accepted, strict=True):
+            assert place < new and len(drafted) == pairs.BLOCK - 1
+            right = [a == b for a, b in zip(drafted, text[place:], strict=False)]
+            assert accepted == (right.index(False) if False in right else len(right))
+            place += accepted + 1
+        assert place >= new
+        assert 0 < sum(rounds.accepted) < len(rounds.accepted) * (pairs.BLOCK - 1)
+
+
+@pytest.mark.parametrize("damage", pairs.DAMAGES)
+def test_damages_load_and_draft_otherwise(pair, tmp_path, damage):
+    target, folder = pair
+    whole, damaged = (
+        decode(place, target, pairs.NEW) for place in (folder, pairs.write_damaged(folder, tmp_path / "copy", damage))
+    )
+    assert whole.tokens == damaged.tokens and whole.drafts != damaged.drafts

@@ -2,13 +2,19 @@
 
     python -m benchmarks.vllm_judge [--venv FOLDER] [--demo]
 
-vLLM lives in a virtual environment of its own: about 1.1 GB to download, 3.4 GB on disk, 6 minutes. Without `--venv` it
-is temporary; with it, it is made there and kept, or taken if it is there. Serving takes about 5 minutes on two cores.
+or, from a fresh clone,
 
-Tiny random targets get drafters that are right about half of the time, written by `dflash.checkpoint`. vLLM serves each
-pair in float32, and has to give the tokens that it gives without a drafter, the draft tokens that `spec_generate`
-proposes in each round, and the same tau by its counters. Damaged copies of a drafter have to be told apart. `--demo`
-adds SmolLM2-135M-Instruct with the drafter in hub_configs/.
+    python3 -m venv .venv && .venv/bin/pip install -q "torch==2.13.0" -e ".[demo]" &&
+    .venv/bin/python -m benchmarks.vllm_judge --demo
+
+vLLM lives in a virtual environment of its own: about 0.9 GB to download (more where pip chooses a CUDA build of torch),
+3.4 GB on disk, 6 minutes. Without `--venv` it is temporary; with it, it is made there and kept, or taken if it is
+there. All else takes about 5 minutes of processor time.
+
+Tiny random targets get drafters of which about a third of the drafts are right, written by `dflash.checkpoint`. vLLM
+serves each pair in float32, and has to give the tokens that it gives without a drafter, the draft tokens that
+`spec_generate` proposes in each round, and the same tau by its counters. Damaged copies of a drafter have to be told
+apart. `--demo` adds SmolLM2-135M-Instruct with the drafter in hub_configs/.
 
 vLLM 0.32's CPU kernel normalises the keys of the context with the first layer's K-norm in every layer. The judged
 runs replace that one function, which each says; a drafter whose layers share one K-norm is judged without it, and what
@@ -96,7 +102,8 @@ def main() -> int:
     parser.add_argument("--demo", action="store_true", help="also SmolLM2-135M with the drafter in hub_configs/")
     parser.add_argument("--result", type=Path, default=RESULT, metavar="FILE", help="default: %(default)s")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what has to be removed is
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that what has to be removed is
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -112,7 +119,7 @@ def judge(arguments: argparse.Namespace, scratch: Path) -> int:
     begin = time.monotonic()
     folder = arguments.venv or scratch / "environment"
     if not folder.exists():
-        print(f"installing {' and '.join(environment.PACKAGES)} (about 1.1 GB, 5 minutes)", flush=True)
+        print(f"installing {' and '.join(environment.PACKAGES)} (about 0.9 GB, 6 minutes)", flush=True)
     python = environment.environment(folder.absolute())
     print("making pairs", flush=True)
     targets, cases = tiny_cases(scratch)

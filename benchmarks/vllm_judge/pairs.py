@@ -1,4 +1,4 @@
-"""Tiny targets with drafters that are right about half of the time, and damaged copies of those drafters."""
+"""Tiny targets with drafters that are partly right, and damaged copies of those drafters."""
 
 import json
 import shutil

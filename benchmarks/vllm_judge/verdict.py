@@ -80,7 +80,8 @@ def compare_drafts(ours: list[list[list[int]]], served: list[list[list[int]]]) -
     """Counts equal rounds and equal tokens; both lists are [prompts][rounds][draft tokens].
 
     vLLM drafts once more after a text's last token, which nothing verifies: one more round per prompt is left out.
-    Any other round that only one side has counts as unequal.
+    Any other round that only one side has counts as unequal. Rounds are compared by their number, so that those after
+    a first difference may begin at another place of the text, and are equal by chance only.
     """
     figures = dict.fromkeys(("rounds", "equal_rounds", "draft_tokens", "equal_draft_tokens"), 0)
     for left, right in zip_longest(ours, served, fillvalue=[]):
