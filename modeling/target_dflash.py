@@ -29,7 +29,7 @@ def check_capabilities(target) -> None:
         raise ValueError(f"{name} is not a decoder-only language model; only such targets are supported")
     if model.get_output_embeddings() is None:
         raise ValueError(f"{name} has no language model head; load the target with AutoModelForCausalLM")
-    _cache_argument(target)
+    cache_argument(target)
     unknown = _patterns(model.config.get_text_config(decoder=True)) - _PATTERNS
     layers = [] if unknown else DynamicCache(config=model.config).layers
     unknown |= {type(layer).__name__ for layer in layers} - _LAYERS
@@ -58,7 +58,7 @@ def unwrap(target):
     return target.get_base_model() if hasattr(target, "get_base_model") else target
 
 
-def _cache_argument(target) -> str:
+def cache_argument(target) -> str:
     """The name under which the target's forward takes its cache; it changed with Transformers 5.24."""
     parameters = inspect.signature(unwrap(target).forward).parameters
     for name in ("cache", "past_key_values"):
@@ -69,7 +69,7 @@ def _cache_argument(target) -> str:
 
 def mixers_of(target) -> list[str]:
     """Names of the modules that drive the target's states; raises `ValueError` if these cannot be rolled back."""
-    name = _cache_argument(target)
+    name = cache_argument(target)
     return find_mixers(unwrap(target), lambda *inputs: _run(target, name, *inputs, logits_to_keep=1))
 
 
@@ -114,7 +114,7 @@ class TargetSession:
         self.target = target
         self.model = unwrap(target)
         self.target_layer_ids = list(target_layer_ids)
-        self._cache_name = _cache_argument(target)
+        self._cache_name = cache_argument(target)
         self._embedding, self._head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         self.device = execution_device(self._embedding)
         self._head_input = self.device, self._embedding.weight.dtype
