@@ -3,12 +3,13 @@
 import argparse
 import sys
 
-from dflash.commands import catalogue, check, generate
+from dflash.commands import catalogue, check, generate, serve_config
 
 COMMANDS = {
     "generate": generate,
     "check": check,
     "list": catalogue,
+    "serve-config": serve_config,
 }
 FAILED, INTERRUPTED = 1, 130
 
