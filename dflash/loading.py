@@ -29,19 +29,33 @@ class PairOptions:
     json: bool = False
 
 
+def draft_name(options: PairOptions) -> str:
+    """The folder or repository of the drafter."""
+    return str(demo.DRAFTER) if options.demo else options.draft
+
+
 def load(options: PairOptions):
     """Target, drafter and tokenizer, on one device."""
-    target_name, draft_name = options.target, options.draft
-    if options.demo:
-        target_name, draft_name = str(demo.demo_target(say)), str(demo.DRAFTER)
-    device = options.device or default_device()
-    dtype = options.dtype or ("float32" if device == "cpu" else "auto")
+    target_name = str(demo.demo_target(say)) if options.demo else options.target
+    device, dtype = _where(options)
     say(f"loading target {_short(target_name)} on {device} in {dtype}")
     target = AutoModelForCausalLM.from_pretrained(target_name, revision=options.revision, dtype=dtype).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(target_name, revision=options.revision)
-    say(f"loading drafter {_short(draft_name)}")
-    draft = DFlashDraftModel.from_pretrained(draft_name, revision=options.draft_revision, dtype=dtype).to(device).eval()
-    return target, draft, tokenizer
+    return target, load_drafter(options), tokenizer
+
+
+def load_drafter(options: PairOptions) -> DFlashDraftModel:
+    """The drafter alone, with the classes of this library, whatever its `auto_map` names."""
+    name = draft_name(options)
+    device, dtype = _where(options)
+    say(f"loading drafter {_short(name)}")
+    return DFlashDraftModel.from_pretrained(name, revision=options.draft_revision, dtype=dtype).to(device).eval()
+
+
+def _where(options: PairOptions) -> tuple[str, str]:
+    """Device and dtype of both models."""
+    device = options.device or default_device()
+    return device, options.dtype or ("float32" if device == "cpu" else "auto")
 
 
 def default_device() -> str:
