@@ -3,7 +3,7 @@
 A folder holds `source.json`, and `config.json` if every value that changes the drafter is known. `source.json` has
 
 - `repository`, `revision` (None: not known) and `target`;
-- `status`: "certain"; "inferred", if some values were not seen but follow from others; "partial", if it cannot be loaded;
+- `status`: "certain"; "inferred", if some values were not seen but follow from others; "partial", if it has no config;
 - `sources`: where the values come from; `uncertain`: what is inferred or unknown, and why; `changed`: what differs from
   the published config on purpose;
 - `published`: what is known of the published weights (`tensors`, `parameters`, `file_bytes`, `file_gib`);

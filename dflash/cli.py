@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from dflash.commands import catalogue, check, eval, features, generate, push, train
+from dflash.commands import catalogue, check, eval, features, generate, push, serve_config, train
 
 COMMANDS = {
     "generate": generate,
@@ -13,6 +13,7 @@ COMMANDS = {
     "list": catalogue,
     "train": train,
     "push": push,
+    "serve-config": serve_config,
 }
 FAILED, INTERRUPTED = 1, 130
 

@@ -13,7 +13,7 @@ from transformers.utils import ModelOutput
 
 from .devices_dflash import execution_device
 from .drafting_dflash import BlockDrafter
-from .pairing_dflash import check_pair
+from .pairing_dflash import check_drafter, check_pair
 from .resume_dflash import DFlashSessionCache, give_cache, take_cache
 from .sampling_dflash import DraftProposal, Sampler, Verdict, ignored_settings
 from .target_dflash import TargetSession, unwrap
@@ -101,6 +101,7 @@ def speculative_generate(
     Raises:
         ValueError: the two models do not belong together, the target cannot be rolled back, or an argument is wrong.
     """
+    check_drafter(draft)
     check_pair(draft.config, target)
     prompt = _check_prompt(input_ids, attention_mask, target)
     block = _resolve_block(options.pop("block_size"), draft.config)

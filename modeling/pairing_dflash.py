@@ -8,7 +8,7 @@ from itertools import groupby
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from .rollback_dflash import keeps_keys, keeps_state
-from .target_dflash import check_capabilities, mixers_of, unwrap
+from .target_dflash import check_capabilities, misloaded, mixers_of, names_drafter, unwrap
 
 _THINKING = {"true": "on", "false": "off", "on": "on", "off": "off"}
 
@@ -54,6 +54,19 @@ class PairReport:
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
+def check_drafter(draft) -> None:
+    """Raises `ValueError`, saying what happened and how to load it, if `draft` is not a `DFlashDraftModel`.
+
+    A checkpoint loaded without `trust_remote_code=True` is silently another model. Attributes are compared, not
+    classes: each folder that is loaded has a class of its own.
+    """
+    if all(hasattr(draft, name) for name in ("fc", "hidden_norm", "propose", "absorb")):
+        return
+    if names_drafter(draft):
+        raise ValueError(misloaded(draft))
+    raise ValueError(f"the drafter is a {type(draft).__name__}, but has to be a DFlashDraftModel")
+
+
 def check_pair(config, target) -> None:
     """Raises `ValueError`, with what to do, if the drafter's config cannot belong to `target` or it cannot roll back.
 
@@ -70,6 +83,7 @@ def report_pair(draft, target, tokenizer=None) -> PairReport:
     Raises:
         ValueError: the pair cannot work.
     """
+    check_drafter(draft)
     check_pair(draft.config, target)
     facts = [*_facts(draft.config, target), _fc_fact(draft, target)]
     _require(facts)

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
+from .configuration_dflash import ARCHITECTURES
 from .devices_dflash import execution_device, weights_in_place
 from .rollback_dflash import CacheRollback, find_mixers, keeps_keys, keeps_state
 
@@ -25,6 +26,8 @@ def check_capabilities(target) -> None:
     """Raises `ValueError`, naming what is missing, unless `target` is a decoder whose cache can be rolled back."""
     model = unwrap(target)
     name = type(model).__name__
+    if names_drafter(model):
+        raise ValueError(f"the target is a drafter: {misloaded(model)}")
     if getattr(model.config, "is_encoder_decoder", False) or not hasattr(model, "get_decoder"):
         raise ValueError(f"{name} is not a decoder-only language model; only such targets are supported")
     if model.get_output_embeddings() is None:
@@ -42,6 +45,23 @@ def check_capabilities(target) -> None:
         raise ValueError(f"{name} has no attention layer, so its cache does not count tokens; not supported")
     if getattr(model, "_is_stateful", False) and not any(keeps_state(layer) for layer in layers):
         raise ValueError(f"{name} keeps a state outside its cache, where it cannot be rolled back; not supported")
+
+
+def names_drafter(model) -> bool:
+    """Whether the config of any model says that its checkpoint is a DFlash drafter."""
+    return bool(set(ARCHITECTURES) & set(getattr(getattr(model, "config", None), "architectures", None) or ()))
+
+
+def misloaded(model) -> str:
+    """What happened to a drafter that is not of the class in `modeling_dflash.py`, and how to load it."""
+    name, kind = getattr(model.config, "_name_or_path", ""), type(model)
+    return (
+        f"{name!r} is the checkpoint of a DFlash drafter, loaded as {kind.__module__}.{kind.__name__}. Its config.json "
+        f"says model_type {model.config.model_type!r}, which serving engines read, so without trust_remote_code=True "
+        "Transformers builds a plain model of this type, with random embeddings and without the drafter's `fc` and "
+        f"`hidden_norm`. Load it with AutoModel.from_pretrained({name!r}, trust_remote_code=True), or, if the "
+        f"checkpoint does not carry this code, with dflash.DFlashDraftModel.from_pretrained({name!r})"
+    )
 
 
 def _patterns(text) -> set[str]:
