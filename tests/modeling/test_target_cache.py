@@ -11,7 +11,7 @@ from tiny import ScriptedDrafter, plain, tiny_drafter, tiny_prompt
 
 BLOCK, NEW, TAPS = 5, 33, [0, 2, 3]
 SLOTS = [0, 1, 2, 3, None, 0, 0, None, None, 2]
-# One family for each mix of layers: full, sliding or both, sinks, shared keys, latent, recurrent, convolution, all in one.
+# One family a mix of layers: full, sliding, both, sinks, shared keys, latent, recurrent, convolution, all in one.
 STATIC = ["llama", "mistral", "qwen2_sliding", "gpt_oss", "gemma4_shared", "deepseek_v3"]
 STATIC += ["qwen3_5", "kimi_linear", "nemotron_h", "lfm2", "falcon_h1"]
 NEWER = hasattr(cache_utils, "Fp8QuantizedLayer")
