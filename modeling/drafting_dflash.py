@@ -60,10 +60,10 @@ class BlockDrafter:
         self.cache.keep_context(fresh)
         return self.draft.propose(output.last_hidden_state, state.anchor, self.session.head, sampler.pick)
 
-    def skip(self, features: torch.Tensor) -> None:
-        """A round without a draft, after features [N, n, K*H]: nobody needs them unless the cache outlives the call."""
-        if self.outlives:
-            self.absorb(features)
+    def skip(self, state) -> None:
+        """A round without a draft: takes the state's new features in if a later block or a later call needs them."""
+        if self.outlives or (self.block > 1 and state.width > 1):
+            self.absorb(state.features)
 
     def _slide(self, features: torch.Tensor) -> torch.Tensor:
         """Moves the window on, so that it ends with features [N, n, K*H]; gives those within it."""

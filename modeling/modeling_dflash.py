@@ -26,6 +26,7 @@ from .generate_dflash import generate
 from .native_dflash import check_native
 from .pairing_dflash import PairReport, report_pair
 from .prepared_dflash import generate_prepared
+from .resume_dflash import one_cache
 from .sampling_dflash import DraftProposal
 
 
@@ -345,6 +346,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         draft_context_window: int | None = None,
         block_size: int | None = None,
         cache=None,
+        past_key_values=None,
+        cache_implementation: str | None = None,
+        cache_config: dict | None = None,
         streamer=None,
         generator: torch.Generator | None = None,
         return_dict: bool = False,
@@ -366,7 +370,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             prefill_chunk_size=prefill_chunk_size,
             draft_context_window=draft_context_window,
             block_size=block_size,
-            cache=cache,
+            cache=one_cache(cache, past_key_values),
+            cache_implementation=cache_implementation,
+            cache_config=cache_config,
             streamer=streamer,
             generator=generator,
             return_dict=return_dict,

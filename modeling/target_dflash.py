@@ -5,11 +5,12 @@ import threading
 
 import torch
 from torch.nn import functional
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
+from .cache_layers_dflash import keeps_keys, keeps_state
 from .configuration_dflash import ARCHITECTURES
 from .devices_dflash import execution_device, weights_in_place
-from .rollback_dflash import CacheRollback, find_mixers, keeps_keys, keeps_state
+from .rollback_dflash import CacheRollback, find_mixers
 
 # Attention patterns, and the cache layers they use, that roll back exactly: by cropping, or by restoring and replaying.
 _PATTERNS = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "moe", "mlp", "dummy"}
@@ -127,10 +128,11 @@ class TargetSession:
     Args:
         target (`PreTrainedModel`): the target.
         target_layer_ids (`list[int]`): taps.
-        cache (`DynamicCache`, *optional*): the cache of an earlier session, to continue; default: a new one.
+        cache (`Cache`, *optional*): the cache of an earlier session, to continue, or an empty one; default: a new
+            `DynamicCache`.
     """
 
-    def __init__(self, target, target_layer_ids, cache: DynamicCache | None = None):
+    def __init__(self, target, target_layer_ids, cache: Cache | None = None):
         self.target = target
         self.model = unwrap(target)
         self.target_layer_ids = list(target_layer_ids)
@@ -166,6 +168,16 @@ class TargetSession:
     def __exit__(self, *_):
         for hook in self._hooks:
             hook.remove()
+        self._rollback.close()
+
+    @property
+    def length(self) -> int:
+        """Tokens that the cache holds."""
+        return int(self.cache.get_seq_length())  # a static cache counts in a tensor
+
+    def room(self, tokens: int) -> int:
+        """How many of `tokens` tokens the next forward may have if the last of them may be taken back."""
+        return self._rollback.room(tokens)
 
     def embed(self, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Raw embedding rows [..., H] of ids, bypassing whatever the target does to them, times `scale`."""
@@ -185,13 +197,13 @@ class TargetSession:
 
         Tokens whose logits were asked for can be taken back, except the first of them.
         """
-        before = self.cache.get_seq_length()
-        with self._rollback.forward(ids.shape[1], tentative=logits_to_keep > 1):
+        before, count = self.length, ids.shape[1]
+        with self._rollback.forward(count, tentative=logits_to_keep > 1):
             output = _run(self.target, self._cache_name, ids, position_ids, self.cache, logits_to_keep)
-        if self.cache.get_seq_length() != before + ids.shape[1]:
+        if self.length != before + count:
             raise ValueError(
-                f"the target's cache went from {before} to {self.cache.get_seq_length()} positions on {ids.shape[1]} "
-                "tokens, so it cannot decode (is it in training mode with gradient checkpointing?)"
+                f"the target's cache went from {before} to {self.length} positions on {count} tokens, so it cannot "
+                "decode (is it in training mode with gradient checkpointing?)"
             )
         features = torch.cat([self._taps[tap].to(self.device) for tap in self.target_layer_ids], dim=-1)
         self._taps.clear()
