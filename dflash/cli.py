@@ -3,11 +3,12 @@
 import argparse
 import sys
 
-from dflash.commands import check, generate
+from dflash.commands import check, convert, generate
 
 COMMANDS = {
     "generate": generate,
     "check": check,
+    "convert": convert,
 }
 FAILED, INTERRUPTED = 1, 130
 

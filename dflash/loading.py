@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash import demo
-from dflash.modeling.modeling_dflash import DFlashDraftModel
+from dflash.dialects import load_drafter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ def load(options: PairOptions):
     target = AutoModelForCausalLM.from_pretrained(target_name, revision=options.revision, dtype=dtype).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(target_name, revision=options.revision)
     say(f"loading drafter {_short(draft_name)}")
-    draft = DFlashDraftModel.from_pretrained(draft_name, revision=options.draft_revision, dtype=dtype).to(device).eval()
+    draft = load_drafter(draft_name, revision=options.draft_revision, dtype=dtype, target=target).to(device).eval()
     return target, draft, tokenizer
 
 
