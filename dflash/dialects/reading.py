@@ -63,6 +63,7 @@ def load_drafter(
         dtype = _dtype(source, config, tensors)
     base = super(DFlashDraftModel, DFlashDraftModel)  # its own check is made, with the names in the files
     model = base.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **options)
+    model.config.name_or_path = model.name_or_path = str(source)
     model.check_tensors()
     return model
 

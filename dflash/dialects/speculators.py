@@ -151,8 +151,8 @@ def check_expressible(config) -> None:
     slides = "sliding_attention" in config.layer_types
     if slides and not config.window_from_anchor:
         raise ValueError(
-            f"the format {NAME!r} cannot express window_from_anchor=False: it counts the window of a sliding layer from "
-            "the anchor for all slots, not from each slot's own position"
+            f"the format {NAME!r} cannot express window_from_anchor=False: it counts a sliding layer's window from the "
+            "anchor for all slots, not from each slot's own position"
         )
     causal = {kind: config.layer_is_causal(i) for i, kind in enumerate(config.layer_types)}
     if causal.get("full_attention"):
