@@ -54,17 +54,21 @@ def _without_repetition(pairs: list) -> dict:
 
 
 def read_tensors(folder: Path, allow_pickle: bool = False) -> dict[str, torch.Tensor]:
-    """All tensors by the names in the files.
+    """All tensors by the names in the files; `model.safetensors` comes before an index, as in Transformers.
 
     Raises:
         FileNotFoundError: a file of the weights is missing.
         ValueError: index and shards disagree, or the weights are pickled and `allow_pickle` is false.
     """
+    if (folder / WEIGHTS).exists():
+        return load_file(folder / WEIGHTS)
     if (folder / INDEX).exists():
         return _read_shards(folder)
     found = sorted(path.name for path in folder.glob("*.safetensors"))
     if len(found) > 1:
-        raise ValueError(f"{folder} has {len(found)} files of weights ({', '.join(found)}) but no {INDEX}")
+        raise ValueError(
+            f"{folder} has {len(found)} files of weights ({', '.join(found)}) but neither {WEIGHTS} nor {INDEX}"
+        )
     if found:
         return load_file(folder / found[0])
     pickled = sorted(folder.glob("pytorch_model*.bin"))

@@ -74,7 +74,11 @@ def read_checkpoint(
     """Reads and checks config and tensors; see `load_drafter` for arguments and errors."""
     folder = fetch(source, revision, allow_pickle)
     raw, tensors = read_settings(folder), read_tensors(folder, allow_pickle)
-    findings = Findings(str(source), strict)
+    return interpret(raw, tensors, Findings(str(source), strict), target, settings)
+
+
+def interpret(raw: dict, tensors: dict, findings: Findings, target=None, settings: dict | None = None) -> Checkpoint:
+    """What a checkpoint's config.json and its tensors say, whichever format they are in; see `load_drafter`."""
     try:
         reader = next(reader for reader in READERS if reader.matches(raw, set(tensors)))
         canonical, tensors = reader.read(raw, tidy(tensors, findings), findings)
@@ -85,7 +89,7 @@ def read_checkpoint(
         tensors = _fitting(tensors, config, findings)
         findings.settle()
     except ValueError as error:
-        raise ValueError(_named(str(source), str(error))) from error
+        raise ValueError(_named(findings.source, str(error))) from error
     return Checkpoint(reader.NAME, config, tensors)
 
 

@@ -81,6 +81,7 @@ def read(settings: dict, tensors: dict, findings) -> tuple[dict, dict]:
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "is_causal": False if slides and non_causal else None,
+        "dtype": rest.get("dtype", layers.get("dtype")),
         "draft_vocab_size": draft_vocabulary,
         "dflash_config": dflash,
     }, tensors

@@ -76,7 +76,7 @@ def build(layers=("full_attention", "full_attention"), **settings) -> DFlashDraf
 
 @torch.no_grad()
 def outputs(model: DFlashDraftModel, features: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs after the final norm, and logits, of the blocks at all anchors: by the project's own modules and masks."""
+    """Outputs after the final norm, and logits, of the blocks at all anchors, by the project's own parts and masks."""
     anchors = torch.tensor(ANCHORS)
     masks = {}
     for kind, window in (("full_attention", None), ("sliding_attention", model.sliding_window)):
