@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from dflash.loading import PairOptions, draft_name, encode, load, load_drafter, say
+from dflash.loading import PairOptions, draft_name, encode, load, load_draft, say
 from dflash.modeling.pairing_dflash import check_drafter
 from dflash.remote_code import CodeReport, report_code
 
@@ -87,7 +87,7 @@ class ProbeReport:
 def run(options: CheckOptions) -> int:
     """Runs the command; 0, 1 if the pair cannot work, 3 if decoding in blocks differs by more than rounding."""
     if options.draft and not options.target:
-        return show(options, code_of(load_drafter(options), options))
+        return show(options, code_of(load_draft(options), options))
     prompts = read_prompts(Path(options.prompts)) if options.prompts else list(PROMPTS)
     target, draft, tokenizer = load(options)
     code = code_of(draft, options)

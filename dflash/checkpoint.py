@@ -3,6 +3,7 @@
 Run as `python -m dflash.checkpoint FOLDER...` to bring the shipped files of existing folders up to date.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -26,7 +27,18 @@ def shipped_files() -> list[Path]:
 def write_checkpoint(model, folder: str | os.PathLike) -> Path:
     """Writes config, weights and shipped code of a drafter to a new folder, or to none at all.
 
-    Everything is assembled beside `folder` and moved there in one step.
+    Raises:
+        FileExistsError: `folder` exists; nothing is overwritten.
+    """
+    with new_folder(folder) as staged:
+        model.save_pretrained(staged)
+        ship(staged)
+    return Path(folder)
+
+
+@contextlib.contextmanager
+def new_folder(folder: str | os.PathLike):
+    """Gives a folder to fill, beside `folder`, that becomes `folder` in one step at the end, or vanishes on an error.
 
     Raises:
         FileExistsError: `folder` exists; nothing is overwritten.
@@ -37,10 +49,9 @@ def write_checkpoint(model, folder: str | os.PathLike) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         staged = Path(scratch) / folder.name
-        model.save_pretrained(staged)
-        ship(staged)
+        staged.mkdir()
+        yield staged
         os.rename(staged, folder)
-    return folder
 
 
 def ship(folder: str | os.PathLike) -> None:

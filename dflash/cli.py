@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from dflash.commands import catalogue, check, eval, features, generate, push, serve_config, train
+from dflash.commands import catalogue, check, convert, eval, features, generate, push, serve_config, train
 
 COMMANDS = {
     "generate": generate,
@@ -14,6 +14,7 @@ COMMANDS = {
     "train": train,
     "push": push,
     "serve-config": serve_config,
+    "convert": convert,
 }
 FAILED, INTERRUPTED = 1, 130
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash import demo
-from dflash.modeling.modeling_dflash import DFlashDraftModel
+from dflash.dialects import load_drafter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ def draft_name(options: PairOptions) -> str:
 def load(options: PairOptions):
     """Target, drafter and tokenizer, on one device."""
     target, tokenizer = load_target(options)
-    return target, load_drafter(options), tokenizer
+    return target, load_draft(options, target), tokenizer
 
 
 def load_target(options: TargetOptions):
@@ -55,12 +55,12 @@ def load_target(options: TargetOptions):
     return target, AutoTokenizer.from_pretrained(name, revision=options.revision)
 
 
-def load_drafter(options: PairOptions) -> DFlashDraftModel:
-    """The drafter alone, with the classes of this library, whatever its `auto_map` names."""
+def load_draft(options: PairOptions, target=None):
+    """The drafter, of any format that is read, with the classes of this library, whatever its `auto_map` names."""
     name = draft_name(options)
     device, dtype = _where(options)
     say(f"loading drafter {_short(name)}")
-    return DFlashDraftModel.from_pretrained(name, revision=options.draft_revision, dtype=dtype).to(device).eval()
+    return load_drafter(name, revision=options.draft_revision, dtype=dtype, target=target).to(device).eval()
 
 
 def _where(options: TargetOptions) -> tuple[str, str]:

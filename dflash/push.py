@@ -12,8 +12,8 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 import dflash
 from dflash.card import CardFacts, read_benchmark, write_card
 from dflash.checkpoint import ship
+from dflash.dialects import load_drafter
 from dflash.loading import say
-from dflash.modeling.modeling_dflash import DFlashDraftModel
 from dflash.modeling.pairing_dflash import chat_template_hash, tokenizer_hash
 from dflash.proof import prove
 
@@ -54,7 +54,7 @@ class PushOptions:
 def run(options: PushOptions) -> int:
     """Runs the command."""
     say(f"loading drafter {options.source}")
-    publish(load_drafter(options.source, options.source_revision), options)
+    publish(load_source(options.source, options.source_revision), options)
     return 0
 
 
@@ -83,9 +83,9 @@ def publish(draft, options: PushOptions) -> None:
             os.rename(folder, output)
 
 
-def load_drafter(source: str, revision: str | None) -> DFlashDraftModel:
-    """A drafter, in its own dtype, from a folder or a repository."""
-    return DFlashDraftModel.from_pretrained(source, revision=revision, dtype="auto").eval()
+def load_source(source: str, revision: str | None):
+    """A drafter of any format that is read, in its own dtype, from a folder or a repository."""
+    return load_drafter(source, revision=revision, dtype="auto").eval()
 
 
 def assemble(draft, folder: Path, options: PushOptions) -> None:

@@ -39,8 +39,9 @@ class PairReport:
         facts: what was checked, with both values; all of them hold.
         settings: what is in use once everything is resolved, as JSON types: `block_size`, `sample_from_anchor`,
             `proposals` (draft tokens per block), `target_layer_ids`, `mask_token_id`, `layers` (causality and window of
-            each drafter layer), `rope` (type, theta, attention factor), `input_embedding_scale`, `attention`, `dtype`
-            and `device` of both models, and `rollback`: how each layer of the target's cache takes tokens back.
+            each drafter layer), `window_from_anchor`, `attention_sink_bias`, `rope` (type, theta, attention factor),
+            `embedding` and `head` ("target" or "own", with the tokens it covers), `input_embedding_scale`, `attention`,
+            `dtype` and `device` of both models, and `rollback`: how each layer of the target's cache takes tokens back.
         warnings: what does not make the output wrong, but may lower acceptance.
     """
 
@@ -149,6 +150,10 @@ def _settings(draft, target) -> dict:
         "target_layer_ids": list(config.target_layer_ids),
         "mask_token_id": config.mask_token_id,
         "layers": [{"causal": config.layer_is_causal(i), "window": config.layer_window(i)} for i in layers],
+        "window_from_anchor": config.window_from_anchor,
+        "attention_sink_bias": config.attention_sink_bias,
+        "embedding": "own" if config.has_embed_tokens else "target",
+        "head": f"own, {config.draft_vocab_size} tokens" if config.has_lm_head else "target",
         "rope": {**rope, "attention_factor": draft.rotary_emb.attention_scaling},
         "input_embedding_scale": config.input_embedding_scale,
         "attention": {"drafter": config._attn_implementation, "target": attention},

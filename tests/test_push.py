@@ -179,12 +179,12 @@ def test_a_card_of_the_user_is_kept(hub, tmp_path, proven):
     folder = write_checkpoint(tiny_drafter(), tmp_path / "draft")
     (folder / "README.md").write_text(mine)
     (folder / "training.log").write_text("x")
-    push.publish(push.load_drafter(str(folder), None), options(source=str(folder), target_repo=None))
+    push.publish(push.load_source(str(folder), None), options(source=str(folder), target_repo=None))
     assert hub.files(REPO)["README.md"].decode() == mine and "training.log" not in hub.files(REPO)
     other = write_checkpoint(tiny_drafter(seed=1), tmp_path / "other")
-    push.publish(push.load_drafter(str(other), None), options(source=str(other)))
+    push.publish(push.load_source(str(other), None), options(source=str(other)))
     assert hub.files(REPO)["README.md"].decode() == mine, "the card that is on the Hub"
-    push.publish(push.load_drafter(str(folder), None), options(source=str(folder), new_card=True))
+    push.publish(push.load_source(str(folder), None), options(source=str(folder), new_card=True))
     card = ModelCard(hub.files(REPO)["README.md"].decode())
     assert card.data.base_model == TARGET and card.data.license == "apache-2.0"
 
