@@ -14,11 +14,12 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 # Keys that define the drafter; checkpoints put them in `dflash_config`, at top level, or in both places.
 _REQUIRED_DFLASH = ("block_size", "mask_token_id", "target_layer_ids")
 _CORRECTION_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_SWITCHES = ("sample_from_anchor", "window_from_anchor", "attention_sink_bias", "has_embed_tokens", "has_lm_head")
 _OPTIONAL_DFLASH = {
     "input_embedding_scale": 1.0,
     "output_multiplier": 1.0,
     "final_logit_softcapping": None,
-    "sample_from_anchor": False,
+    **dict.fromkeys(_SWITCHES, False),
     **dict.fromkeys(_CORRECTION_KEYS),
 }
 
@@ -41,7 +42,6 @@ _REQUIRED_LAYERS = (
 
 # Keys that, at any other value than these, describe a different model than the one implemented here.
 _NEUTRAL = {
-    "attention_sink_bias": (False, None),
     "use_swa": (False, None),
     "swa_window_size": (None,),
     "projector_type": ("dflash", None),
@@ -53,8 +53,17 @@ _NEUTRAL = {
     "speculators_model_type": (None,),
     "speculators_config": (None,),
     "transformer_layer_config": (None,),
-    "has_lm_head": (False, None),
 }
+
+# All keys of a config.json that this config reads or refuses.
+KNOWN_KEYS = frozenset(
+    (
+        *(*_REQUIRED_LAYERS, *_REQUIRED_DFLASH, *_OPTIONAL_DFLASH, *_NEUTRAL),
+        *("architectures", "dflash_config", "draft_vocab_size", "is_causal", "model_type", "shift_label"),
+        *("sliding_window", "use_sliding_window", "rope_theta", "rope_scaling", "rope_parameters"),
+        *("partial_rotary_factor", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"),
+    )
+)
 
 
 class DFlashConfig(Qwen3Config):
@@ -74,7 +83,15 @@ class DFlashConfig(Qwen3Config):
         num_target_layers (`int`): decoder layers of the target.
         is_causal (`bool`, *optional*): attention inside a block. Absent: `dflash_config.causal`; absent too: sliding
             layers are causal and full layers bidirectional (the rule of z-lab and vLLM).
-        input_embedding_scale (`float`): factor on the target's raw embedding rows.
+        window_from_anchor (`bool`): in sliding layers every slot sees the `sliding_window` positions before the anchor
+            and the block (speculators' rule); False: each slot counts from its own position, the block included.
+        attention_sink_bias (`bool`): each head of each layer has a learned logit that joins its softmax and whose value
+            is zero (Model-Optimizer).
+        has_embed_tokens, has_lm_head (`bool`): the checkpoint brings its own embedding or head, used instead of the
+            target's.
+        draft_vocab_size (`int`, *optional*): rows of that head, if it covers a part of the vocabulary, named by the
+            tensors `d2t` and `t2d`. Default: `vocab_size`.
+        input_embedding_scale (`float`): factor on the raw embedding rows.
         output_multiplier (`float`): factor on the draft logits, before the softcap.
         final_logit_softcapping (`float`, *optional*): draft logits become `cap * tanh(logits / cap)`.
         conv_kernel_size, conv_group_size, selector_rank, selector_top_k (`int`, *optional*): DFlash 2's in-block
@@ -96,6 +113,8 @@ class DFlashConfig(Qwen3Config):
         _check_rope(settings)
         _check_windows(settings)
         _check_dtype(settings)
+        draft_vocabulary = settings.pop("draft_vocab_size", None)
+        dflash["draft_vocab_size"] = settings["vocab_size"] if draft_vocabulary is None else draft_vocabulary
         causal = dflash.pop("causal")
         is_causal = settings.pop("is_causal", None)
         if None not in (causal, is_causal) and causal != is_causal:
@@ -126,6 +145,16 @@ class DFlashConfig(Qwen3Config):
         """Sliding window of the layer: keys at distance < window are seen, on both sides when not causal."""
         return self.sliding_window if self.layer_types[layer_idx] == "sliding_attention" else None
 
+    def cache_window(self, layer_idx: int) -> int | None:
+        """Keys at this distance before the anchor or further are seen by no slot of a block; None: all are seen."""
+        window = self.layer_window(layer_idx)
+        return window if window is None or not self.window_from_anchor else window + 1
+
+    @property
+    def has_draft_vocabulary(self) -> bool:
+        """Whether the drafter's own head covers a part of the vocabulary only."""
+        return self.draft_vocab_size != self.vocab_size
+
     def check(self) -> None:
         """Raises `ValueError`, naming the value, for settings no drafter can have; cheap, so models call it again."""
         _check(self)
@@ -138,8 +167,9 @@ class DFlashConfig(Qwen3Config):
             value = output.pop(key, neutral)
             if value != neutral:
                 dflash[key] = value
-        if output.get("is_causal") is None:
-            output.pop("is_causal", None)
+        for key, neutral in (("is_causal", None), ("draft_vocab_size", self.vocab_size)):
+            if output.get(key) == neutral:
+                output.pop(key, None)
         return {
             **output,
             "dflash_config": dflash,
@@ -159,6 +189,7 @@ def _check(config) -> None:
     _check_layers(config)
     _check_taps(config.target_layer_ids, config.num_target_layers)
     _check_correction(config)
+    _check_vocabulary(config)
     mask = config.mask_token_id
     if not _is_int(mask) or not 0 <= mask < config.vocab_size:
         raise ValueError(f"mask_token_id {mask!r} is not an id of the vocabulary: vocab_size is {config.vocab_size}")
@@ -215,12 +246,6 @@ def _refuse_other_models(settings: dict, nested: dict) -> None:
                 raise ValueError(
                     f"{key}={place[key]!r} describes another kind of drafter, which is not implemented here"
                 )
-    draft_vocabulary = settings.get("draft_vocab_size")
-    if draft_vocabulary not in (None, settings.get("vocab_size")):
-        raise ValueError(
-            f"draft_vocab_size {draft_vocabulary!r} differs from vocab_size {settings.get('vocab_size')!r}: "
-            "drafters with a vocabulary of their own are not implemented here"
-        )
 
 
 def _check_aux_ids(settings: dict, taps) -> None:
@@ -298,7 +323,7 @@ def _check_numbers(config) -> None:
     cap = config.final_logit_softcapping
     if cap is not None and (not _is_number(cap) or cap < 0):
         raise ValueError(f"final_logit_softcapping must be a number >= 0 (0: none), got {cap!r}")
-    for name in ("attention_bias", "is_causal", "sample_from_anchor"):
+    for name in ("attention_bias", "is_causal", *_SWITCHES):
         value = getattr(config, name)
         if not isinstance(value, bool) and (name, value) != ("is_causal", None):
             raise ValueError(f"{name} must be true or false, got {value!r}")
@@ -345,6 +370,20 @@ def _check_correction(config) -> None:
         )
     if given and config.selector_top_k > config.vocab_size:
         raise ValueError(f"selector_top_k {config.selector_top_k} exceeds vocab_size {config.vocab_size}")
+
+
+def _check_vocabulary(config) -> None:
+    size, draft = config.vocab_size, config.draft_vocab_size
+    _check_positive_int("draft_vocab_size", draft)
+    if draft > size:
+        raise ValueError(f"draft_vocab_size {draft} exceeds vocab_size {size}")
+    if draft != size and not config.has_lm_head:
+        raise ValueError(
+            f"draft_vocab_size {draft} differs from vocab_size {size}, so the drafter needs a head of its own, but "
+            "has_lm_head is not true"
+        )
+    if draft != size and config.selector_rank is not None:
+        raise ValueError(f"a candidate selector over draft_vocab_size {draft} of {size} tokens is not implemented")
 
 
 def _check_positive_int(name: str, value) -> None:
