@@ -3,12 +3,13 @@
 import argparse
 import sys
 
-from dflash.commands import check, eval, features, generate
+from dflash.commands import check, data, eval, features, generate
 
 COMMANDS = {
     "generate": generate,
     "check": check,
     "eval": eval,
+    "data": data,
     "features": features,
 }
 FAILED, INTERRUPTED = 1, 130

@@ -40,7 +40,7 @@ def load(options: PairOptions):
     target, tokenizer = load_target(options)
     name = str(demo.DRAFTER) if options.demo else options.draft
     dtype = _dtype(options, target.device.type)
-    say(f"loading drafter {_short(name)}")
+    say(f"loading drafter {short(name)}")
     draft = DFlashDraftModel.from_pretrained(name, revision=options.draft_revision, dtype=dtype)
     return target, draft.to(target.device).eval(), tokenizer
 
@@ -50,7 +50,7 @@ def load_target(options: TargetOptions):
     name = str(demo.demo_target(say)) if options.demo else options.target
     device = options.device or default_device()
     dtype = _dtype(options, device)
-    say(f"loading target {_short(name)} on {device} in {dtype}")
+    say(f"loading target {short(name)} on {device} in {dtype}")
     target = AutoModelForCausalLM.from_pretrained(name, revision=options.revision, dtype=dtype).to(device).eval()
     return target, AutoTokenizer.from_pretrained(name, revision=options.revision)
 
@@ -82,5 +82,6 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _short(name: str) -> str:
+def short(name: str) -> str:
+    """A model's name without the folders that it lies in."""
     return Path(name).name if Path(name).exists() else name
