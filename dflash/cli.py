@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from dflash.commands import check, data, eval, features, generate
+from dflash.commands import check, data, eval, features, generate, init_config
 
 COMMANDS = {
     "generate": generate,
@@ -11,6 +11,7 @@ COMMANDS = {
     "eval": eval,
     "data": data,
     "features": features,
+    "init-config": init_config,
 }
 FAILED, INTERRUPTED = 1, 130
 
