@@ -147,7 +147,7 @@ def probe(target, draft, tokenizer, prompts: list[str], options: CheckOptions) -
         new_tokens=count,
         rounds=len(emitted),
         tau=sum(emitted) / len(emitted) if emitted else None,
-        acceptance=acceptance_by_slot(slots, (options.block_size or draft.config.block_size) - 1),
+        acceptance=acceptance_by_slot(slots, draft.config.proposals(options.block_size)),
         largest_difference=difference,
         disagreements=found,
     )

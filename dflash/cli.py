@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from dflash.commands import check, data, eval, features, generate, init_config
+from dflash.commands import check, data, eval, features, generate, init_config, train
 
 COMMANDS = {
     "generate": generate,
@@ -12,6 +12,7 @@ COMMANDS = {
     "data": data,
     "features": features,
     "init-config": init_config,
+    "train": train,
 }
 FAILED, INTERRUPTED = 1, 130
 

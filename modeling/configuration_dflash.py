@@ -18,6 +18,7 @@ _OPTIONAL_DFLASH = {
     "input_embedding_scale": 1.0,
     "output_multiplier": 1.0,
     "final_logit_softcapping": None,
+    "sample_from_anchor": False,
     **dict.fromkeys(_CORRECTION_KEYS),
 }
 
@@ -40,8 +41,6 @@ _REQUIRED_LAYERS = (
 
 # Keys that, at any other value than these, describe a different model than the one implemented here.
 _NEUTRAL = {
-    "sample_from_anchor": (False, None),
-    "shift_label": (False, None),
     "attention_sink_bias": (False, None),
     "use_swa": (False, None),
     "swa_window_size": (None,),
@@ -66,6 +65,9 @@ class DFlashConfig(Qwen3Config):
 
     Args:
         block_size (`int`): positions a block has: one known anchor token and `block_size - 1` masks.
+        sample_from_anchor (`bool`): what slot k of a block after an anchor at position p predicts: position p + k
+            (False, z-lab's layout: the anchor's own slot predicts nothing) or p + k + 1 (True, DeepSpec's layout: all
+            slots predict, `block_size` proposals). Model-Optimizer calls it `shift_label`.
         mask_token_id (`int`): id whose embedding stands for a position to fill.
         target_layer_ids (`list[int]`): strictly increasing ids of the target layers that are read (*taps*); id i is
             the output of decoder layer i, `hidden_states[i + 1]`.
@@ -106,6 +108,10 @@ class DFlashConfig(Qwen3Config):
             raise ValueError(f"config.json is not a Qwen3 config: {error}") from error
         for key, value in dflash.items():
             setattr(self, key, value)
+
+    def proposals(self, block_size: int | None = None) -> int:
+        """Draft tokens that a block of `block_size` positions (default: as trained) proposes."""
+        return (block_size or self.block_size) - (not self.sample_from_anchor)
 
     @property
     def has_correction(self) -> bool:
@@ -169,14 +175,24 @@ def _dflash_settings(settings: dict) -> dict:
     for key in _REQUIRED_DFLASH:
         dflash[key] = _agreed(key, nested, settings)
     _require(dflash, _REQUIRED_DFLASH, "dflash_config")
-    for key, neutral in _OPTIONAL_DFLASH.items():
-        value = _agreed(key, nested, settings)
-        dflash[key] = neutral if value is None else value
+    for key in _OPTIONAL_DFLASH:
+        dflash[key] = _agreed(key, nested, settings)
+    _merge_shift_label(dflash, _agreed("shift_label", nested, settings))
+    dflash.update({key: neutral for key, neutral in _OPTIONAL_DFLASH.items() if dflash[key] is None})
     unknown = sorted(key for key in nested if key not in _NEUTRAL)
     if unknown:
         raise ValueError(f"dflash_config has keys this code does not know: {', '.join(unknown)}")
     _check_aux_ids(settings, dflash["target_layer_ids"])
     return dflash
+
+
+def _merge_shift_label(dflash: dict, shifted) -> None:
+    """`shift_label` is another name of `sample_from_anchor`; the two may not disagree."""
+    if shifted is None:
+        return
+    if dflash["sample_from_anchor"] not in (None, shifted):
+        raise ValueError(f"sample_from_anchor is {dflash['sample_from_anchor']!r} but shift_label is {shifted!r}")
+    dflash["sample_from_anchor"] = shifted
 
 
 def _agreed(key: str, nested: dict, top: dict):
@@ -282,7 +298,7 @@ def _check_numbers(config) -> None:
     cap = config.final_logit_softcapping
     if cap is not None and (not _is_number(cap) or cap < 0):
         raise ValueError(f"final_logit_softcapping must be a number >= 0 (0: none), got {cap!r}")
-    for name in ("attention_bias", "is_causal"):
+    for name in ("attention_bias", "is_causal", "sample_from_anchor"):
         value = getattr(config, name)
         if not isinstance(value, bool) and (name, value) != ("is_causal", None):
             raise ValueError(f"{name} must be true or false, got {value!r}")
@@ -300,7 +316,7 @@ def _check_layers(config) -> None:
         raise ValueError(
             f"layer_types names {len(config.layer_types)} layers but num_hidden_layers is {config.num_hidden_layers}"
         )
-    if config.block_size < 2:
+    if config.block_size < 2 - config.sample_from_anchor:
         raise ValueError(f"block_size counts the anchor, so it is at least 2; got {config.block_size}")
 
 

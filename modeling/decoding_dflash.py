@@ -1,6 +1,6 @@
 """The decode loop: prefill, then rounds of draft, verify and commit, until every row is done.
 
-Shapes: N rows, P prompt tokens, B block size, w <= B verified positions, K taps, H width, V vocabulary.
+Shapes: N rows, P prompt tokens, w verified positions (the anchor and its draft tokens), K taps, H width, V vocabulary.
 """
 
 import time
@@ -86,7 +86,8 @@ def speculative_generate(
         draft_context_window (`int`, *optional*): the drafter attends to at most this many of the last positions, which
             count from 0 again. Default: all, if prompt and budget fit the drafter's `max_position_embeddings`;
             otherwise as many as fit beside a block, with a warning. The output is exact either way.
-        block_size (`int`, *optional*): positions per round, at most the trained number; 1 is plain decoding.
+        block_size (`int`, *optional*): positions of the drafter's block, at most the trained number; 1 is plain
+            decoding, or one draft token for a drafter that samples from the anchor.
         cache (`DFlashSessionCache`, *optional*): the `cache` of an earlier call's output, continued in place. Only the
             tokens of `input_ids`, which hold the whole text, that it does not stand for are run.
         streamer (`BaseStreamer`, *optional*): gets the prompt, then the tokens of each round.
@@ -135,7 +136,7 @@ def decode(drafter, session, prompt, chunk, budgets, stops, sampler, streamer=No
         streamer.put(prompt.cpu())
     state = prefill(session, drafter, prompt, chunk, budgets, stops, sampler, streamer)
     clock.lap("prefill")
-    while width := min(drafter.block, state.width):
+    while width := min(drafter.width, state.width):
         proposal = drafter.propose(state, sampler).first(width - 1) if width > 1 else drafter.skip(state.features)
         clock.lap("draft")
         verdict, features = verify(session, state, proposal, sampler)

@@ -17,7 +17,7 @@ class BlockDrafter:
     Args:
         draft (`DFlashDraftModel`): the drafter.
         session (`TargetSession`): the target, whose embedding and head the drafter borrows.
-        block (`int`): positions of a block, B.
+        block (`int`): positions of a block, B: the anchor and B - 1 masks.
         prompt (`int`): positions of the prompt, for which the cache has room before it grows.
         window (`int`, *optional*): context positions that the drafter attends to at most; see `window_start`.
         kept (`DFlashDraftCache`, *optional*): the cache of an earlier call, to continue.
@@ -27,6 +27,7 @@ class BlockDrafter:
     def __init__(self, draft, session: TargetSession, block, prompt, window=None, kept=None, outlives=False):
         config = draft.config
         self.draft, self.session, self.block, self.window = draft, session, block, window
+        self.width = 1 + config.proposals(block)  # positions the target verifies at most: the anchor and all proposals
         windows = [config.layer_window(i) for i in range(config.num_hidden_layers)]
         self.cache = kept or DFlashDraftCache(windows, min(prompt, window or prompt) + max(256, block))
         self.outlives = outlives
@@ -43,7 +44,7 @@ class BlockDrafter:
         self.draft.absorb(features.to(self.device, self.dtype), positions, self.cache)
 
     def propose(self, state, sampler: Sampler) -> DraftProposal:
-        """One forward over the state's new features and a block: anchor and masks -> B - 1 draft tokens per row."""
+        """One forward over the state's new features and a block: anchor and masks -> their draft tokens."""
         features = self._slide(state.features)
         rows, fresh = features.shape[:2]
         ids = torch.cat([state.anchor[:, None], self.masks.expand(rows, -1)], dim=1)

@@ -18,6 +18,7 @@ from .cache_dflash import DFlashDraftCache
 from .configuration_dflash import DFlashConfig
 from .correction_dflash import DFlashBlockConv, DFlashCandidateSelector
 from .decoding_dflash import speculative_generate
+from .native_dflash import check_native
 from .pairing_dflash import PairReport, report_pair
 from .sampling_dflash import DraftProposal
 
@@ -76,6 +77,7 @@ class DFlashAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
+        self.num_heads = config.num_attention_heads
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
@@ -90,10 +92,14 @@ class DFlashAttention(nn.Module):
         self.k_norm = DFlashRMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def forward(self, hidden_states, context, position_embeddings, attention: BlockAttention, cache=None):
-        """hidden_states [N, B, H], context [N, n, H], angles for n + B positions -> [N, B, H]."""
-        rows, block = hidden_states.shape[:2]
-        source = torch.cat([context, hidden_states], dim=1)
-        query = self.q_norm(self.q_proj(hidden_states).view(rows, block, -1, self.head_dim)).transpose(1, 2)
+        """hidden_states [N, B, H], context [N, n, H], angles for n + B positions -> [N, B, H].
+
+        Training gives A blocks one context: hidden_states [A, B, H], context [1, n, H], angles for n + A*B positions.
+        """
+        rows, width = context.shape[0], context.shape[-1]
+        source = torch.cat([context, hidden_states.reshape(rows, -1, width)], dim=1)
+        query = self.q_norm(self.q_proj(hidden_states).view(rows, -1, self.num_heads, self.head_dim)).transpose(1, 2)
+        block = query.shape[2]
         cos, sin = position_embeddings
         query = rotate_positions(query, cos[:, :, -block:], sin[:, :, -block:])
         key, value = self.keys_and_values(source, position_embeddings)
@@ -112,7 +118,7 @@ class DFlashAttention(nn.Module):
             is_causal=self.is_causal,
             sliding_window=self.sliding_window,
         )
-        return self.o_proj(output.reshape(rows, block, -1))
+        return self.o_proj(output.reshape(*hidden_states.shape[:2], -1))
 
     def keys_and_values(self, source, position_embeddings) -> tuple[torch.Tensor, torch.Tensor]:
         """source [N, n, H] and its angles -> rotated keys and values [N, heads, n, head_dim]."""
@@ -215,6 +221,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         cache=None,
         past_key_values=None,
         use_cache: bool | None = None,
+        attention: BlockAttention | None = None,
         **kwargs,
     ) -> BaseModelOutput:
         """Fills a block, by the contract of Transformers' own DFlash generation.
@@ -226,11 +233,15 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             attention_mask: [N, past + n + B], 0 at padding.
             cache: a cache whose `update` takes keys, values and the layer's index; the caller removes the block
                 from it afterwards. `past_key_values` is its name in older versions.
+            attention: what `BlockAttention` offers, for blocks that no `attention_mask` describes: training runs A
+                blocks [A, B, H] over the context [1, n, K*H] of packed documents, with `position_ids` [1, n + A*B].
 
         Returns:
             `BaseModelOutput` with `last_hidden_state` [N, B, H], after the final norm.
         """
         cache = past_key_values if cache is None else cache
+        if not isinstance(cache, DFlashDraftCache | None):
+            check_native(self.config)
         block = noise_embeds.shape[1]
         self._check_features(context_hidden_states)
         context = self.hidden_norm(self.fc(context_hidden_states))
@@ -238,9 +249,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             past = 0 if cache is None else cache.get_seq_length()
             position_ids = torch.arange(past, past + context.shape[1] + block, device=noise_embeds.device)[None]
         position_embeddings = self.rotary_emb(noise_embeds, position_ids)
-        name = self.config._attn_implementation
-        implementation = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
-        attention = BlockAttention(implementation, name, block, attention_mask, noise_embeds.dtype)
+        if attention is None:
+            name = self.config._attn_implementation
+            implementation = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+            attention = BlockAttention(implementation, name, block, attention_mask, noise_embeds.dtype)
         hidden_states = noise_embeds
         for layer in self.layers:
             hidden_states = layer(hidden_states, context, position_embeddings, attention, cache)
@@ -279,7 +291,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             output_head: the target's head.
             pick: maps logits [..., C] to chosen indices [...] and their distribution [..., C] or None.
         """
-        slots = hidden_states[:, 1:]
+        slots = hidden_states if self.config.sample_from_anchor else hidden_states[:, 1:]
         logits = self.compute_logits(slots, output_head)
         if self.candidate_selector is not None:
             return self.candidate_selector(slots, logits, anchor, pick)

@@ -37,10 +37,10 @@ class PairReport:
 
     Attributes:
         facts: what was checked, with both values; all of them hold.
-        settings: what is in use once everything is resolved, as JSON types: `block_size`, `target_layer_ids`,
-            `mask_token_id`, `layers` (causality and window of each drafter layer), `rope` (type, theta, attention
-            factor), `input_embedding_scale`, `attention`, `dtype` and `device` of both models, and `rollback`: how
-            each layer of the target's cache takes tokens back.
+        settings: what is in use once everything is resolved, as JSON types: `block_size`, `sample_from_anchor`,
+            `proposals` (draft tokens per block), `target_layer_ids`, `mask_token_id`, `layers` (causality and window of
+            each drafter layer), `rope` (type, theta, attention factor), `input_embedding_scale`, `attention`, `dtype`
+            and `device` of both models, and `rollback`: how each layer of the target's cache takes tokens back.
         warnings: what does not make the output wrong, but may lower acceptance.
     """
 
@@ -121,6 +121,8 @@ def _settings(draft, target) -> dict:
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     return {
         "block_size": config.block_size,
+        "sample_from_anchor": config.sample_from_anchor,
+        "proposals": config.proposals(),
         "target_layer_ids": list(config.target_layer_ids),
         "mask_token_id": config.mask_token_id,
         "layers": [{"causal": config.layer_is_causal(i), "window": config.layer_window(i)} for i in layers],

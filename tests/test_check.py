@@ -51,6 +51,14 @@ def test_probe(pair, capsys, tmp_path):
     assert len(probe["acceptance"]) == 7 and all(rate is None or 0 <= rate <= 1 for rate in probe["acceptance"])
 
 
+def test_probe_counts_the_slots_that_propose(pair, capsys, tmp_path):
+    write_checkpoint(tiny_drafter(dtype=torch.float32, sample_from_anchor=True), tmp_path / "draft")
+    code, out, _ = run(capsys, *pair, "--draft", str(tmp_path / "draft"), "--probe", "--max-new-tokens", "20", "--json")
+    report = json.loads(out)
+    assert code == 0 and report["pair"]["settings"]["sample_from_anchor"] is True
+    assert len(report["probe"]["acceptance"]) == 8 and report["probe"]["disagreements"] == []
+
+
 def test_probe_with_the_prompts_of_the_library(pair, capsys):
     code, out, _ = run(capsys, *pair, "--probe", "--max-new-tokens", "5", "--block-size", "3")
     assert code == 0 and "tau" in out and f"of {5 * len(check.PROMPTS)} positions" in out and "slot 2" in out

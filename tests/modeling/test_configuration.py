@@ -55,6 +55,28 @@ def test_in_block_causality(layers, changes, expected):
         assert [config.layer_is_causal(i) for i in range(2)] == expected
 
 
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("keys", [("sample_from_anchor",), ("shift_label",), ("sample_from_anchor", "shift_label")])
+@pytest.mark.parametrize("value", [True, False])
+def test_both_names_of_the_slots_meaning(nested, keys, value):
+    settings = drafter_settings()
+    place = dict(settings["dflash_config"]) if nested else settings
+    place.update(dict.fromkeys(keys, value))
+    if nested:
+        settings["dflash_config"] = place
+    config = DFlashConfig(**settings)
+    assert config.sample_from_anchor is value and config.proposals() == 8 - (not value)
+    written = config.to_dict()
+    assert written["dflash_config"].get("sample_from_anchor", False) is value
+    assert "sample_from_anchor" not in written and "shift_label" not in {**written, **written["dflash_config"]}
+    assert ("sample_from_anchor" in written["dflash_config"]) is value
+    assert DFlashConfig(**written).to_dict() == written
+
+
+def test_a_block_of_an_anchor_alone_predicts_if_it_samples_from_it():
+    assert DFlashConfig(**drafter_settings(block_size=1, sample_from_anchor=True)).proposals() == 1
+
+
 def test_is_causal_decides_over_the_nested_key():
     settings = drafter_settings(is_causal=False)
     settings["dflash_config"] = {**settings["dflash_config"], "causal": True}
@@ -100,8 +122,10 @@ WRONG = [
     ({"input_embedding_scale": 0}, "input_embedding_scale"),
     ({"output_multiplier": -1.0}, "output_multiplier"),
     ({"final_logit_softcapping": -5}, "final_logit_softcapping"),
-    ({"sample_from_anchor": True}, "sample_from_anchor"),
-    ({"shift_label": True}, "shift_label"),
+    ({"sample_from_anchor": 1}, "sample_from_anchor"),
+    ({"shift_label": "yes"}, "sample_from_anchor.*yes"),
+    ({"sample_from_anchor": True, "shift_label": False}, "sample_from_anchor is True.*shift_label is False"),
+    ({"sample_from_anchor": False, "shift_label": True}, "sample_from_anchor is False.*shift_label is True"),
     ({"use_swa": True}, "use_swa"),
     ({"projector_type": "dspark"}, "projector_type"),
     ({"attention_sink_bias": True}, "attention_sink_bias"),

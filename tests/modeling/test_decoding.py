@@ -16,10 +16,10 @@ def decode(draft, target, ids, new, **options):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layers", ["full", "sliding", "mixed"])
-@pytest.mark.parametrize("block_size", [2, 5, 8])
-def test_greedy_equals_generate_with_a_random_drafter(family, layers, block_size):
+@pytest.mark.parametrize(("block_size", "shifted"), [(2, False), (5, False), (8, False), (1, True), (5, True)])
+def test_greedy_equals_generate_with_a_random_drafter(family, layers, block_size, shifted):
     target = tiny_target(family, seed=block_size)
-    draft = tiny_drafter(layers, block_size, seed=block_size)
+    draft = tiny_drafter(layers, block_size, seed=block_size, sample_from_anchor=shifted)
     for prompt in (1, 2, 10, 33, 80):
         ids = tiny_prompt(prompt, seed=prompt)
         output = decode(draft, target, ids, 24)
@@ -41,6 +41,24 @@ def test_every_number_of_accepted_tokens(family, slot):
     assert output.emitted[0, :-1].tolist() == [full] * (output.emitted.shape[1] - 1)
     assert output.emitted.sum() == 39
     assert output.tau == pytest.approx(39 / output.emitted.shape[1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("block_size", [1, 8])
+@pytest.mark.parametrize("slot", [*range(8), None])
+def test_every_number_of_accepted_tokens_of_a_drafter_that_samples_from_the_anchor(family, block_size, slot):
+    """All slots of its block predict, so a round verifies and can emit one token more than a block has positions."""
+    if slot is not None and slot >= block_size:
+        return
+    target = tiny_target(family)
+    ids = tiny_prompt(12)
+    text = plain(target, ids, 60)
+    draft = tiny_drafter("mixed", block_size, cls=ScriptedDrafter, sample_from_anchor=True).script(text, lambda _: slot)
+    output = decode(draft, target, ids, 40)
+    assert torch.equal(output.sequences, text[:, :52])
+    full = block_size + 1 if slot is None else slot + 1
+    assert output.emitted[0, :-1].tolist() == [full] * (output.emitted.shape[1] - 1)
+    assert output.emitted.sum() == 39
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -187,6 +187,30 @@ def test_native_generation_takes_the_drafter():
         assert torch.equal(native, draft.spec_generate(target=target, input_ids=ids, max_new_tokens=20))
 
 
+@pytest.mark.parametrize("shifted", [False, True])
+def test_which_outputs_predict(shifted):
+    """By the words of the rule: slot k predicts the k-th token after the anchor, or the one after that."""
+    draft, head = tiny_drafter(block_size=4, sample_from_anchor=shifted), torch.nn.Linear(32, 61, dtype=torch.float64)
+    hidden = torch.randn(1, 4, 32, dtype=torch.float64)
+    predictions = {k + shifted: head(hidden[0, k]).argmax().item() for k in range(4)}
+    predictions.pop(0, None)  # the anchor itself is known
+    tokens = draft.propose(hidden, torch.tensor([5]), head, lambda scores: (scores.argmax(-1), None)).tokens
+    assert tokens[0].tolist() == [predictions[i] for i in sorted(predictions)] and len(predictions) == 3 + shifted
+
+
+def test_native_generation_refuses_what_it_would_run_as_another_model():
+    target, draft, ids = tiny_target(), tiny_drafter(sample_from_anchor=True), torch.arange(3, 20)[None]
+    with pytest.raises(ValueError, match=r"sample_from_anchor=True.*spec_generate"):
+        target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=20,
+            do_sample=False,
+            assistant_model=draft,
+            speculation_type="dflash",
+        )
+
+
 def test_gradients_reach_every_weight():
     draft = tiny_drafter("mixed", dtype=torch.float32).train()
     output = draft(noise_embeds=torch.randn(1, 8, 32), context_hidden_states=torch.randn(1, 5, 96))

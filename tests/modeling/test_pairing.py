@@ -31,6 +31,7 @@ def test_settings_are_those_in_use():
     draft = tiny_drafter("mixed", dtype=torch.float32)
     settings = draft.check_target(tiny_target("qwen3_sliding")).settings
     assert settings["block_size"] == 8 and settings["target_layer_ids"] == [0, 2, 3]
+    assert settings["sample_from_anchor"] is False and settings["proposals"] == 7
     assert settings["mask_token_id"] == MASK and settings["input_embedding_scale"] == 1.0
     assert settings["layers"] == [{"causal": True, "window": 6}, {"causal": False, "window": None}]
     assert settings["rope"] == {"type": "default", "theta": 10000.0, "attention_factor": 1.0}
@@ -38,6 +39,11 @@ def test_settings_are_those_in_use():
     assert settings["dtype"] == {"drafter": "float32", "target": "float64"}
     assert settings["device"] == {"drafter": ["cpu"], "target": ["cpu"]}
     assert settings["rollback"] == ["crop"] * 2 + ["record and crop"] * 2
+
+
+def test_what_a_slot_predicts_is_reported():
+    settings = tiny_drafter(sample_from_anchor=True).check_target(tiny_target()).settings
+    assert settings["sample_from_anchor"] is True and settings["block_size"] == settings["proposals"] == 8
 
 
 def test_yarn_scales_attention():
@@ -135,5 +141,8 @@ def test_provenance_is_kept_by_saving(tmp_path):
 def test_the_text_holds_facts_settings_and_warnings():
     text = str(tiny_drafter().check_target(tiny_target(), word_tokenizer()))
     assert f"ok: hidden_size {WIDTH} = the target's hidden size, {WIDTH}" in text
-    assert "block_size: 8\ntarget_layer_ids: 0, 2, 3\n" in text and 'rollback: 4 x "crop"' in text
+    assert (
+        "block_size: 8\nsample_from_anchor: false\nproposals: 7\ntarget_layer_ids: 0, 2, 3\n" in text
+        and 'rollback: 4 x "crop"' in text
+    )
     assert "warning: mask_token_id 60" in text

@@ -1,0 +1,94 @@
+"""From settings to a run: loads what a `TrainConfig` names and checks that it belongs together."""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dflash.evaluation import real_tau
+from dflash.loading import say
+from dflash.modeling.configuration_dflash import DFlashConfig
+from dflash.modeling.modeling_dflash import DFlashDraftModel
+from dflash.modeling.pairing_dflash import check_pair
+from dflash.prompts import encode_messages, read_prompts
+from dflash.training.config import TrainConfig
+from dflash.training.documents import read_documents, read_sidecar
+from dflash.training.features import CachedFeatures, OnlineFeatures
+from dflash.training.identity import differences, identify
+from dflash.training.initialise import copy_target_layers
+from dflash.training.loop import Trainer, TrainResult, make_accelerator
+
+
+def train(config: TrainConfig, resume: bool = False) -> TrainResult:
+    """Trains as `config` says; with `resume`, goes on with the run in its output folder if there is one.
+
+    Raises:
+        ValueError: target, drafter, documents and features do not belong together.
+        FileExistsError: the output folder holds a run and `resume` is not set.
+    """
+    accelerator = make_accelerator(config)
+    target = load_target(config, accelerator.device)
+    tokenizer = AutoTokenizer.from_pretrained(config.target, revision=config.revision)
+    draft = load_drafter(config, target)
+    check_pair(draft.config, target)
+    documents = load_documents(config, target, tokenizer)
+    source = make_source(config, draft.config, target, tokenizer)
+    evaluate = make_evaluation(config, target, tokenizer)
+    trainer = Trainer(config, draft, target, documents, source, evaluate, accelerator)
+    return trainer.run(resume)
+
+
+def load_target(config: TrainConfig, device: torch.device):
+    dtype = config.target_dtype
+    if dtype == "auto" and device.type == "cpu":
+        dtype = "float32"
+    target = AutoModelForCausalLM.from_pretrained(config.target, revision=config.revision, dtype=dtype)
+    return target.to(device).eval()
+
+
+def load_drafter(config: TrainConfig, target):
+    """The drafter to train, in float32: new and random by `seed`, from layers of the target, or an earlier one."""
+    if config.init_from is not None:
+        return DFlashDraftModel.from_pretrained(config.init_from, dtype=torch.float32)
+    path = Path(config.draft_config)
+    path = path / "config.json" if path.is_dir() else path
+    settings = DFlashConfig(**json.loads(path.read_text(encoding="utf-8")))
+    torch.manual_seed(config.seed)
+    draft = DFlashDraftModel(settings).float()
+    if config.init_layers is not None:
+        copy_target_layers(draft, target, config.init_layers)
+    return draft
+
+
+def load_documents(config: TrainConfig, target, tokenizer):
+    """The documents; raises `ValueError` if their record says that another target or tokenizer made them."""
+    rows = target.get_input_embeddings().weight.shape[0]
+    documents = read_documents(config.documents, vocab_size=rows)
+    record = read_sidecar(config.documents)
+    if record is None:
+        say(f"{config.documents} has no record of the target that wrote it, so this is not checked")
+    elif problems := differences(record, identify(target, tokenizer)):
+        raise ValueError(f"{config.documents} was not written by this target: {'; '.join(problems)}")
+    return documents
+
+
+def make_source(config: TrainConfig, draft_config, target, tokenizer):
+    """What gives the target's states of documents: a cache, or the target itself."""
+    last_hidden = bool(config.kl_weight or config.tv_weight)
+    if config.features is None:
+        return OnlineFeatures(target, draft_config.target_layer_ids, last_hidden=last_hidden)
+    cached = CachedFeatures(config.features)
+    cached.check(draft_config.target_layer_ids, target, tokenizer, last_hidden)
+    return cached
+
+
+def make_evaluation(config: TrainConfig, target, tokenizer):
+    """What decodes the held-out prompts greedily with a drafter, and gives its tau; None without prompts."""
+    if config.eval_prompts is None:
+        return None
+    prompts = [
+        encode_messages(tokenizer, prompt.messages, tools=prompt.tools)
+        for prompt in read_prompts(config.eval_prompts, config.eval_limit)
+    ]
+    return lambda draft: {"tau": real_tau(draft, target, prompts, config.eval_max_new_tokens)}

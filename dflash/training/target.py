@@ -1,0 +1,92 @@
+"""What training borrows of the target: embedding rows, head, and the logits that the target itself would give."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dflash.modeling.devices_dflash import execution_device, weights_in_place
+from dflash.modeling.target_dflash import unwrap
+
+# What targets do to their head's output, by the key of their config that says so. `check_logits` proves it complete.
+_AFTER_HEAD = {
+    "logits_scaling": lambda logits, value: logits / value,
+    "logit_scale": lambda logits, value: logits * value,
+    "lm_head_multiplier": lambda logits, value: logits * value,
+    "final_logit_softcapping": lambda logits, value: torch.tanh(logits / value) * value,
+}
+
+
+class TargetParts:
+    """The frozen parts of a target that a drafter is trained through.
+
+    Args:
+        target (`PreTrainedModel`): the target; its parameters no longer ask for gradients.
+    """
+
+    def __init__(self, target):
+        self.target, self.model = target, unwrap(target)
+        target.requires_grad_(False)
+        self.embedding, self.head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        self.device = execution_device(self.embedding)
+        text = self.model.config.get_text_config(decoder=True)
+        found = {key: getattr(text, key, None) for key in _AFTER_HEAD}
+        self._after_head = {key: value for key, value in found.items() if value is not None}
+
+    def embed(self, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Raw embedding rows [..., H] of ids times `scale`: what the drafter gets when it decodes."""
+        with weights_in_place(self.embedding):
+            rows = functional.embedding(ids.to(self.device), self.embedding.weight)
+        return rows if scale == 1.0 else rows * scale
+
+    def logits(self, last_hidden: torch.Tensor) -> torch.Tensor:
+        """The target's logits [..., V] of what its head takes, [..., H]."""
+        logits = self.head(last_hidden.to(self.device, self.head.weight.dtype))
+        for key, value in self._after_head.items():
+            logits = _AFTER_HEAD[key](logits, value)
+        return logits
+
+    @torch.no_grad()
+    def check_logits(self, input_ids: torch.Tensor) -> None:
+        """Raises `ValueError` unless `logits` gives what the target gives for input_ids [T]."""
+        taken = []
+        hook = self.head.register_forward_pre_hook(lambda module, inputs: taken.append(inputs[0]))
+        try:
+            own = self.target(input_ids=input_ids[None].to(self.device), use_cache=False).logits
+        finally:
+            hook.remove()
+        difference = (self.logits(taken[-1]).float() - own.float()).abs().max().item()
+        if difference > 1e-2 * own.float().abs().max().item():
+            raise ValueError(
+                f"{type(self.model).__name__} does something to its head's output that is not known here (its logits "
+                f"differ by {difference:.3g}), so its distribution cannot be trained for; use ce_weight alone"
+            )
+
+
+class RestrictedHead(nn.Module):
+    """A target's head with the rows of some tokens only: what a row costs is proportional to their number.
+
+    Args:
+        head: the target's head, a linear layer.
+        tokens: [n] ids that stay.
+    """
+
+    def __init__(self, head: nn.Module, tokens: torch.Tensor):
+        super().__init__()
+        if not isinstance(head, nn.Linear) or head.weight.is_meta:
+            raise ValueError(f"head_tokens: data needs a plain linear head, the target's is {type(head).__name__}")
+        tokens = tokens.unique().to(head.weight.device)
+        self.register_buffer("weight", head.weight.detach()[tokens].clone(), persistent=False)
+        self.bias = None if head.bias is None else head.bias.detach()[tokens].clone()
+        self.places = torch.full((head.weight.shape[0],), -1)
+        self.places[tokens.cpu()] = torch.arange(len(tokens))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return functional.linear(hidden, self.weight, self.bias)
+
+    def places_of(self, labels: torch.Tensor) -> torch.Tensor:
+        """Where the logits of tokens [R] are; raises `ValueError` for a token that was left out."""
+        places = self.places[labels]
+        if (places < 0).any():
+            outside = labels[places < 0].unique().tolist()
+            raise ValueError(f"tokens {outside[:10]} are trained but not in the restricted head; use head_tokens: all")
+        return places
