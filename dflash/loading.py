@@ -50,7 +50,7 @@ def load_target(options: TargetOptions):
     """A target, in evaluation mode, and its tokenizer."""
     name = str(demo.demo_target(say)) if options.demo else options.target
     device, dtype = _where(options)
-    say(f"loading target {_short(name)} on {device} in {dtype}")
+    say(f"loading target {short(name)} on {device} in {dtype}")
     target = AutoModelForCausalLM.from_pretrained(name, revision=options.revision, dtype=dtype).to(device).eval()
     return target, AutoTokenizer.from_pretrained(name, revision=options.revision)
 
@@ -59,7 +59,7 @@ def load_draft(options: PairOptions, target=None):
     """The drafter, of any format that is read, with the classes of this library, whatever its `auto_map` names."""
     name = draft_name(options)
     device, dtype = _where(options)
-    say(f"loading drafter {_short(name)}")
+    say(f"loading drafter {short(name)}")
     return load_drafter(name, revision=options.draft_revision, dtype=dtype, target=target).to(device).eval()
 
 
@@ -92,5 +92,6 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _short(name: str) -> str:
+def short(name: str) -> str:
+    """A model's name without the folders that it lies in."""
     return Path(name).name if Path(name).exists() else name
