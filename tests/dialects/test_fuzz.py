@@ -30,6 +30,7 @@ ABSENCE_MEANS = {
     "is_causal": "sliding layers are causal, full layers are not",
     "final_logit_softcapping": "no softcap",
     "input_embedding_scale": "1.0",
+    "shift_label": "false",
     "sliding_window_non_causal": "false, in files that are older than the key",
 }
 # Values among `WRONG` that are valid for a key, so that the file says clearly what it then means.
@@ -43,6 +44,7 @@ VALID = {
     "mask_token_id": (0,),
     "target_layer_ids": ([1],),
     "causal": (True, False),
+    "shift_label": (None, False),
     "layer_types": (),
 }
 
