@@ -36,7 +36,7 @@ def write_checkpoint(model, folder: str | os.PathLike) -> Path:
 
 @contextlib.contextmanager
 def new_folder(folder: str | os.PathLike):
-    """Gives a folder to make and fill, beside `folder`, that becomes it in one step at the end, or vanishes on an error.
+    """Gives a folder to make and fill, beside `folder`, that becomes it in one step at the end, or vanishes.
 
     Raises:
         FileExistsError: `folder` exists; nothing is overwritten.

@@ -71,7 +71,7 @@ def config_mutations(settings: dict):
         key, said = path[-1], place(settings, path)[path[-1]]
         if key not in ABSENCE_MEANS:
             yield f"drop {path}", lambda s, t, path=path: place(s, path).pop(path[-1])
-            yield f"rename {path}", lambda s, t, path=path: rename(place(s, path), path[-1], f"{path[-1]}s")
+        yield f"rename {path}", lambda s, t, path=path: rename(place(s, path), path[-1], f"{path[-1]}s")
         for value in WRONG:
             if value != said and not any(value is ok or value == ok for ok in VALID.get(key, ())):
                 yield f"{path} = {value!r}", lambda s, t, path=path, v=value: place(s, path).update({path[-1]: v})
