@@ -38,7 +38,7 @@ def write_checkpoint(model, folder: str | os.PathLike) -> Path:
 
 @contextlib.contextmanager
 def new_folder(folder: str | os.PathLike):
-    """Gives a folder to fill, beside `folder`, that becomes `folder` in one step at the end, or vanishes on an error.
+    """Gives a folder to make and fill, beside `folder`, that becomes it in one step at the end, or vanishes.
 
     Raises:
         FileExistsError: `folder` exists; nothing is overwritten.
@@ -49,7 +49,6 @@ def new_folder(folder: str | os.PathLike):
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         staged = Path(scratch) / folder.name
-        staged.mkdir()
         yield staged
         os.rename(staged, folder)
 

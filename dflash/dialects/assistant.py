@@ -3,14 +3,14 @@
 No layer is causal inside a block and none has biases. Neither the target's depth nor its vocabulary is in the file.
 """
 
-from dflash.dialects.keys import causality, check_keys, take
+from dflash.dialects.keys import causality, check_keys, layer_kinds, take
 
 NAME = "assistant"
 _TYPE, _CLASS = "muse_glimmer_assistant", "MuseGlimmerAssistantModel"
 
 
 def matches(settings: dict, names: set[str]) -> bool:
-    return settings.get("model_type") == _TYPE or _CLASS in (settings.get("architectures") or [])
+    return settings.get("model_type") == _TYPE or settings.get("architectures") == [_CLASS]
 
 
 def read(settings: dict, tensors: dict, findings) -> tuple[dict, dict]:
@@ -23,7 +23,7 @@ def read(settings: dict, tensors: dict, findings) -> tuple[dict, dict]:
     for key in ("attention_bias", "is_causal", "sample_from_anchor", "dflash_config"):
         if settings.get(key):
             findings.add(f"{key} is {settings[key]!r}, which this format's drafters do not know")
-    layers = settings.get("layer_types") or []
+    layers = layer_kinds(settings)
     slides = "sliding_attention" in layers
     return {
         **settings,

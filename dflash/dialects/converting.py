@@ -54,6 +54,7 @@ def convert(
         return write_checkpoint(model, folder)
     settings = writer.write(config, target, target_config)
     with new_folder(folder) as staged:
+        staged.mkdir()
         save_torch_state_dict(checkpoint.tensors, staged)
         text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
         (staged / "config.json").write_text(text, encoding="utf-8")

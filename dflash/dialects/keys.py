@@ -2,7 +2,7 @@
 
 from transformers import PretrainedConfig
 
-from dflash.modeling.configuration_dflash import KNOWN_KEYS
+from dflash.modeling.configuration_dflash import ARCHITECTURES, KNOWN_KEYS
 
 # Keys of Transformers' configs that do not change what a drafter computes.
 _WITHOUT_EFFECT = {
@@ -21,6 +21,13 @@ def check_keys(settings: dict, known: set[str], findings, place: str = "config.j
         findings.add(f"{place} has keys whose meaning is not known here: {said}")
 
 
+def check_architectures(settings: dict) -> None:
+    """Raises `ValueError` for another kind of model, before its keys are found to be unknown."""
+    names = settings.get("architectures")
+    if isinstance(names, list) and names and not any(name in ARCHITECTURES for name in names):
+        raise ValueError(f"architectures is {names}; this library reads {' and '.join(ARCHITECTURES)}")
+
+
 def take(settings: dict, place: str, *keys: str) -> list:
     """Removes `keys` from settings and gives their values.
 
@@ -31,6 +38,12 @@ def take(settings: dict, place: str, *keys: str) -> list:
     if missing:
         raise ValueError(f"{place} lacks {', '.join(missing)}; no value is guessed")
     return [settings.pop(key) for key in keys]
+
+
+def layer_kinds(settings: dict) -> list:
+    """`layer_types` if it is a list; the config refuses anything else."""
+    kinds = settings.get("layer_types")
+    return kinds if isinstance(kinds, list) else []
 
 
 def causality(causal: bool | None, layer_types: list) -> bool | None:

@@ -6,7 +6,7 @@ window, while `layer_types` calls them full. `attention_sink_bias` stands at bot
 """
 
 from dflash.dialects import expressing
-from dflash.dialects.keys import causality, check_keys
+from dflash.dialects.keys import causality, check_keys, layer_kinds
 
 NAME = "modelopt"
 _WINDOW_KEYS = ("use_swa", "swa_window_size")
@@ -41,7 +41,7 @@ def _windows(settings: dict, use_window, window, findings) -> None:
     if window is None:
         findings.add("dflash_config.use_swa is true but swa_window_size is missing")
         return
-    layers = settings.get("layer_types") or []
+    layers = layer_kinds(settings)
     if "sliding_attention" in layers or settings.get("sliding_window") not in (None, window):
         findings.add(
             f"dflash_config.use_swa gives all layers a window of {window}, but layer_types is {layers} and "
@@ -59,7 +59,7 @@ def _causality(settings: dict, causal, findings) -> None:
         return
     if settings.get("is_causal") not in (None, causal):
         findings.add(f"is_causal is {settings['is_causal']!r} but dflash_config.causal is {causal!r}")
-    settings["is_causal"] = causality(causal, settings.get("layer_types") or [])
+    settings["is_causal"] = causality(causal, layer_kinds(settings))
 
 
 def check_expressible(config) -> None:

@@ -8,7 +8,7 @@ and head.
 """
 
 from dflash.dialects import expressing
-from dflash.dialects.keys import check_keys, take
+from dflash.dialects.keys import check_keys, layer_kinds, take
 
 NAME = "speculators"
 _MARKS = ("speculators_model_type", "speculators_config", "transformer_layer_config")
@@ -39,8 +39,9 @@ def matches(settings: dict, names: set[str]) -> bool:
 
 def target_name(settings: dict) -> str | None:
     """The target that the file names, if any."""
-    verifier = (settings.get("speculators_config") or {}).get("verifier") or {}
-    return verifier.get("name_or_path")
+    outer = settings.get("speculators_config")
+    verifier = outer.get("verifier") if isinstance(outer, dict) else None
+    return verifier.get("name_or_path") if isinstance(verifier, dict) else None
 
 
 def read(settings: dict, tensors: dict, findings) -> tuple[dict, dict]:
@@ -65,7 +66,7 @@ def read(settings: dict, tensors: dict, findings) -> tuple[dict, dict]:
     width = rest.get("target_hidden_size")
     if width not in (None, layers.get("hidden_size")):
         findings.add(f"target_hidden_size {width} differs from hidden_size {layers.get('hidden_size')}")
-    slides = "sliding_attention" in (layers.get("layer_types") or [])
+    slides = "sliding_attention" in layer_kinds(layers)
     dflash = {
         "block_size": block,
         "mask_token_id": mask,
@@ -118,7 +119,10 @@ def _check_proposals(settings: dict, block, shifted: bool, findings) -> None:
     if outer.get("algorithm", "dflash") != "dflash":
         findings.add(f"speculators_config.algorithm is {outer['algorithm']!r}, not 'dflash'")
     methods = outer.get("proposal_methods")
-    counts = [method.get("speculative_tokens") for method in methods or [] if isinstance(method, dict)]
+    if not isinstance(methods, list) or not all(isinstance(method, dict) for method in methods):
+        findings.add(f"speculators_config.proposal_methods must be a list of dictionaries, it is {methods!r}")
+        return
+    counts = [method.get("speculative_tokens") for method in methods]
     if not isinstance(block, int):
         return
     proposals = block - (not shifted)

@@ -1,7 +1,7 @@
 """z-lab's format, legacy and nested, which SpecForge writes too, and which this library's own files are in."""
 
 from dflash.dialects import expressing
-from dflash.dialects.keys import check_keys
+from dflash.dialects.keys import check_architectures, check_keys
 
 NAME = "zlab"
 
@@ -13,6 +13,7 @@ def matches(settings: dict, names: set[str]) -> bool:
 
 def read(settings: dict, tensors: dict, findings) -> tuple[dict, dict]:
     """Settings and tensors are this library's own; see `DFlashConfig` for the keys."""
+    check_architectures(settings)
     check_keys(settings, set(), findings)
     if settings.get("model_type") != "qwen3":
         findings.add(f"model_type is {settings.get('model_type')!r} where this format has 'qwen3'")

@@ -30,6 +30,7 @@ ABSENCE_MEANS = {
     "is_causal": "sliding layers are causal, full layers are not",
     "final_logit_softcapping": "no softcap",
     "input_embedding_scale": "1.0",
+    "shift_label": "false",
     "sliding_window_non_causal": "false, in files that are older than the key",
 }
 # Values among `WRONG` that are valid for a key, so that the file says clearly what it then means.
@@ -43,6 +44,7 @@ VALID = {
     "mask_token_id": (0,),
     "target_layer_ids": ([1],),
     "causal": (True, False),
+    "shift_label": (None, False),
     "layer_types": (),
 }
 
@@ -69,7 +71,7 @@ def config_mutations(settings: dict):
         key, said = path[-1], place(settings, path)[path[-1]]
         if key not in ABSENCE_MEANS:
             yield f"drop {path}", lambda s, t, path=path: place(s, path).pop(path[-1])
-            yield f"rename {path}", lambda s, t, path=path: rename(place(s, path), path[-1], f"{path[-1]}s")
+        yield f"rename {path}", lambda s, t, path=path: rename(place(s, path), path[-1], f"{path[-1]}s")
         for value in WRONG:
             if value != said and not any(value is ok or value == ok for ok in VALID.get(key, ())):
                 yield f"{path} = {value!r}", lambda s, t, path=path, v=value: place(s, path).update({path[-1]: v})

@@ -1,18 +1,22 @@
 """Every format is read as the drafter that its own project would run."""
 
+import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
-from dflash import load_drafter
+from dflash import DFlashConfig, cli, load_drafter
 from dflash.dialects.findings import Findings
-from dflash.dialects.reading import interpret
+from dflash.dialects.reading import interpret, read_checkpoint
 from naive import naive_block
 from samples import BLOCK, DEPTH, GOLDEN, SAMPLES, SPECULATORS, VOCAB, WIDTH, behaviour, build, same, zlab
-from tiny import plain, tiny_drafter, tiny_prompt, tiny_target
+from tiny import plain, tiny_drafter, tiny_prompt, tiny_target, word_tokenizer
+
+ZLAB = sorted(path.parent for path in Path(__file__).parents[1].glob("golden/*/config.json"))
 
 
 def read(sample, strict=True, **changes):
@@ -21,8 +25,6 @@ def read(sample, strict=True, **changes):
 
 
 def write(sample, folder):
-    import json
-
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(sample.settings))
     save_file({name: tensor.contiguous() for name, tensor in sample.tensors.items()}, folder / "model.safetensors")
@@ -189,3 +191,29 @@ def test_the_target_that_a_file_names_is_looked_up(tmp_path):
     sample = SAMPLES["speculators_full"]()
     sample.settings["speculators_config"]["verifier"]["name_or_path"] = str(tmp_path)
     assert interpret(sample.settings, sample.tensors, Findings("here")).config.num_target_layers == DEPTH
+
+
+@pytest.mark.parametrize("folder", ZLAB, ids=lambda folder: folder.name)
+def test_zlabs_goldens_are_read_as_they_are(folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint = read_checkpoint(folder)
+    weights = load_file(folder / "model.safetensors")
+    expected = DFlashConfig.from_pretrained(folder).to_dict()
+    found = checkpoint.config.to_dict()
+    assert {key for key, value in expected.items() if found.get(key) != value} <= {"_name_or_path", "auto_map"}
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in checkpoint.tensors.items())
+    assert checkpoint.tensors.keys() == weights.keys()
+
+
+def test_commands_take_any_format(tmp_path, capsys):
+    shape = {"hidden_size": WIDTH, "vocab_size": VOCAB, "num_hidden_layers": DEPTH}
+    tiny_target(dtype=torch.float32, **shape).save_pretrained(tmp_path)
+    word_tokenizer(VOCAB).save_pretrained(tmp_path)
+    pair = ["--target", str(tmp_path), "--draft", str(GOLDEN / "speculators_reduced"), "--device", "cpu"]
+    assert cli.main(["check", *pair, "--json"]) == 0
+    settings = json.loads(capsys.readouterr().out)["pair"]["settings"]
+    assert settings["head"] == "own, 24 tokens" and settings["embedding"] == "target"
+    assert cli.main(["generate", *pair, "--compare", "--json", "--max-new-tokens", "12", "w5 w6"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["identical"] is True and report["rounds"] > 0
