@@ -3,7 +3,19 @@
 import argparse
 import sys
 
-from dflash.commands import catalogue, check, convert, data, eval, features, generate, init_config, push, serve_config, train
+from dflash.commands import (
+    catalogue,
+    check,
+    convert,
+    data,
+    eval,
+    features,
+    generate,
+    init_config,
+    push,
+    serve_config,
+    train,
+)
 
 COMMANDS = {
     "generate": generate,

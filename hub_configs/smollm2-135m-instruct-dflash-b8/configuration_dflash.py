@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
@@ -238,6 +239,10 @@ def _agreed(key: str, nested: dict, top: dict):
 
 def _refuse_other_models(settings: dict, nested: dict) -> None:
     architectures = settings.get("architectures")
+    if not isinstance(architectures, (list, tuple, type(None))) or not all(
+        isinstance(name, str) for name in architectures or ()
+    ):
+        raise ValueError(f"architectures must be a list of names, config.json has {architectures!r}")
     if architectures and not set(architectures) & set(ARCHITECTURES):
         raise ValueError(f"architectures is {architectures}; this code implements {' and '.join(ARCHITECTURES)}")
     for place in (settings, nested):
@@ -268,18 +273,20 @@ def _check_rope(settings: dict) -> None:
         if not isinstance(value, (dict, type(None))):
             raise ValueError(f"{name} must be a dictionary, config.json has {value!r}")
     given = [dict(place) for place in (scaling, parameters) if place]
-    thetas = {place["rope_theta"] for place in given if place.get("rope_theta") is not None}
-    thetas |= {settings["rope_theta"]} if settings.get("rope_theta") is not None else set()
-    if len(thetas) != 1:
-        problem = f"gives several: {sorted(thetas)}" if thetas else "gives none"
+    thetas = [place["rope_theta"] for place in (*given, settings) if place.get("rope_theta") is not None]
+    for theta in thetas:
+        if not _is_number(theta) or theta <= 0:
+            raise ValueError(f"rope_theta must be a positive number, config.json has {theta!r}")
+    if len(set(thetas)) != 1:
+        problem = f"gives several: {thetas}" if thetas else "gives none"
         raise ValueError(f"RoPE needs one rope_theta (top level or in rope_parameters); config.json {problem}")
-    theta = thetas.pop()
-    if not _is_number(theta) or theta <= 0:
-        raise ValueError(f"rope_theta must be a positive number, config.json has {theta!r}")
     partial = [place["partial_rotary_factor"] for place in (*given, settings) if "partial_rotary_factor" in place]
-    if set(partial) - {1.0, None}:
+    if any(factor not in (1.0, None) for factor in partial):
         raise ValueError(f"partial_rotary_factor {partial} is not implemented; RoPE covers the whole head")
-    kinds = [place.get("rope_type") or place.get("type") or "default" for place in given]
+    kinds = [place.get("rope_type", place.get("type", "default")) for place in given]
+    for kind in kinds:
+        if not isinstance(kind, str) or kind not in {"default", *ROPE_INIT_FUNCTIONS}:
+            raise ValueError(f"rope_type must be one that Transformers knows, config.json has {kind!r}")
     if len(set(kinds)) > 1:
         raise ValueError(f"rope_scaling and rope_parameters name different RoPE types: {kinds}")
     known = {key for place in given for key, value in place.items() if value is not None} | set(settings)
@@ -293,7 +300,7 @@ def _check_rope(settings: dict) -> None:
 def _check_windows(settings: dict) -> None:
     """`Qwen3Config` drops the window when `use_sliding_window` is not true; here that is a contradiction."""
     layer_types = settings["layer_types"]
-    if not isinstance(layer_types, (list, tuple)) or not set(layer_types) <= set(LAYER_TYPES):
+    if not isinstance(layer_types, (list, tuple)) or not all(kind in LAYER_TYPES for kind in layer_types):
         raise ValueError(f"layer_types must be a list of {' and '.join(LAYER_TYPES)}, config.json has {layer_types!r}")
     slides = "sliding_attention" in layer_types
     if slides and settings.get("use_sliding_window") is not True:

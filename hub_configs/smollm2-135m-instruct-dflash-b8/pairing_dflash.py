@@ -225,7 +225,7 @@ def _template_warning(trained, tokenizer) -> str | None:
 
 
 def _thinking_warning(trained, tokenizer) -> str | None:
-    default = None if trained is None or tokenizer is None else _thinking_default(tokenizer)
+    default = None if trained is None or tokenizer is None else thinking_default(tokenizer)
     if default is None or _THINKING.get(str(trained).lower()) == default:
         return None
     return (
@@ -234,7 +234,7 @@ def _thinking_warning(trained, tokenizer) -> str | None:
     )
 
 
-def _thinking_default(tokenizer) -> str | None:
+def thinking_default(tokenizer) -> str | None:
     """Whether the chat template thinks unless told: "on" or "off"; None if `enable_thinking` changes nothing."""
     if not getattr(tokenizer, "chat_template", None):
         return None
