@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +18,9 @@ PROGRAM = str(Path(__file__).parents[1] / "toy_run.py")
 SETTINGS = {"max_steps": 6, "log_every": 1, "batch_size": 8, "micro_batch_size": 4, "save_every": 1}
 
 
-def start(output, *flags, processes=1, accelerate=(), **changes):
+def start(output, *flags, processes=1, **changes):
     arguments = [PROGRAM, str(output), json.dumps({**SETTINGS, **changes}), *flags]
-    launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes), *accelerate]
-    launcher += ["--main_process_port", "0", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *(launcher if processes > 1 else []), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -50,6 +50,19 @@ def alone(tmp_path_factory):
 def test_two_processes_give_the_losses_of_one(alone, tmp_path):
     output = finish(start(tmp_path, processes=2))
     assert "process 0 of 2" in output and "process 1 of 2" in output
+    assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-5)
+    for name, tensor in weights(tmp_path).items():
+        assert torch.allclose(tensor, weights(alone)[name], atol=1e-4), name
+
+
+def test_sharded_weights_give_the_losses_of_one_process_and_are_resumed_by_one(alone, tmp_path):
+    """FSDP2, in two processes; its states and its drafter are whole ones."""
+    output = finish(start(tmp_path, "--shard", processes=2, max_steps=6))
+    assert output.count("sharded") == 2
+    assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-5)
+    shutil.rmtree(tmp_path / "final")
+    shutil.rmtree(tmp_path / "states" / "step-00000006")
+    finish(start(tmp_path, "--resume"))
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-5)
     for name, tensor in weights(tmp_path).items():
         assert torch.allclose(tensor, weights(alone)[name], atol=1e-4), name
