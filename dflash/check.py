@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from dflash.loading import PairOptions, encode, load, say
+from dflash.loading import PairOptions, draft_name, encode, load, load_draft, say
+from dflash.modeling.pairing_dflash import check_drafter
+from dflash.remote_code import CodeReport, report_code
 
 DIFFERS = 3
 # Logits computed in blocks and one by one differ by rounding, which flips the choice between two tokens that are nearly
@@ -84,22 +86,36 @@ class ProbeReport:
 
 def run(options: CheckOptions) -> int:
     """Runs the command; 0, 1 if the pair cannot work, 3 if decoding in blocks differs by more than rounding."""
+    if options.draft and not options.target:
+        return show(options, code_of(load_draft(options), options))
     prompts = read_prompts(Path(options.prompts)) if options.prompts else list(PROMPTS)
     target, draft, tokenizer = load(options)
+    code = code_of(draft, options)
     try:
         pair = draft.check_target(target, tokenizer)
     except ValueError as error:
         if not options.json:
             raise
-        print(json.dumps({"works": False, "error": str(error)}))
+        print(json.dumps({"works": False, "error": str(error), "code": asdict(code)}))
         return 1
     if not options.json:
         print(pair, flush=True)
     report = probe(target, draft, tokenizer, prompts, options) if options.probe else None
+    return show(options, code, pair, report, tokenizer)
+
+
+def code_of(draft, options: CheckOptions) -> CodeReport:
+    """What Transformers alone makes of the drafter that the options name."""
+    return report_code(draft, draft_name(options), options.draft_revision)
+
+
+def show(options: CheckOptions, code: CodeReport, pair=None, report=None, tokenizer=None) -> int:
+    """Prints what has not been printed, as text or as one JSON object; gives the exit code."""
     if options.json:
-        print(json.dumps({"works": True, "pair": asdict(pair), "probe": asdict(report) if report else None}))
-    elif report:
-        print("\n".join(report.lines(tokenizer)))
+        parts = {"pair": pair, "probe": report, "code": code}
+        print(json.dumps({"works": True} | {name: asdict(part) if part else None for name, part in parts.items()}))
+    else:
+        print("\n".join([*code.lines(), *(report.lines(tokenizer) if report else [])]))
     return _verdict(report)
 
 
@@ -133,6 +149,7 @@ def _prompt(line: str, where: str) -> str:
 
 def probe(target, draft, tokenizer, prompts: list[str], options: CheckOptions) -> ProbeReport:
     """Decodes each prompt in blocks, then follows the same text one by one, and compares the logits."""
+    check_drafter(draft)
     emitted, slots, found, difference, count = [], [], [], 0.0, 0
     for i, prompt in enumerate(prompts):
         say(f"probing prompt {i + 1} of {len(prompts)}")

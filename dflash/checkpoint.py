@@ -3,6 +3,7 @@
 Run as `python -m dflash.checkpoint FOLDER...` to bring the shipped files of existing folders up to date.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,6 +15,8 @@ import dflash.modeling
 
 AUTO_MAP = {"AutoConfig": "configuration_dflash.DFlashConfig", "AutoModel": "modeling_dflash.DFlashDraftModel"}
 SOURCES = Path(dflash.modeling.__path__[0])
+# What a checkpoint carries a second time, where `generate(custom_generate=<folder>)` looks for it.
+CUSTOM_GENERATE = Path("custom_generate") / "generate.py"
 
 
 def shipped_files() -> list[Path]:
@@ -24,7 +27,18 @@ def shipped_files() -> list[Path]:
 def write_checkpoint(model, folder: str | os.PathLike) -> Path:
     """Writes config, weights and shipped code of a drafter to a new folder, or to none at all.
 
-    Everything is assembled beside `folder` and moved there in one step.
+    Raises:
+        FileExistsError: `folder` exists; nothing is overwritten.
+    """
+    with new_folder(folder) as staged:
+        model.save_pretrained(staged)
+        ship(staged)
+    return Path(folder)
+
+
+@contextlib.contextmanager
+def new_folder(folder: str | os.PathLike):
+    """Gives a folder to make and fill, beside `folder`, that becomes it in one step at the end, or vanishes.
 
     Raises:
         FileExistsError: `folder` exists; nothing is overwritten.
@@ -35,10 +49,8 @@ def write_checkpoint(model, folder: str | os.PathLike) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         staged = Path(scratch) / folder.name
-        model.save_pretrained(staged)
-        ship(staged)
+        yield staged
         os.rename(staged, folder)
-    return folder
 
 
 def ship(folder: str | os.PathLike) -> None:
@@ -51,8 +63,10 @@ def ship(folder: str | os.PathLike) -> None:
     path = folder / "config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     settings["auto_map"] = AUTO_MAP
-    for source in shipped_files():
-        _replace(folder / source.name, lambda target, source=source: shutil.copyfile(source, target))
+    (folder / CUSTOM_GENERATE.parent).mkdir(exist_ok=True)
+    copies = [(source, source.name) for source in shipped_files()]
+    for source, name in [*copies, (SOURCES / "generate_dflash.py", CUSTOM_GENERATE)]:
+        _replace(folder / name, lambda target, source=source: shutil.copyfile(source, target))
     text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
     _replace(path, lambda target: target.write_text(text, encoding="utf-8"))
 

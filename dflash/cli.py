@@ -3,14 +3,32 @@
 import argparse
 import sys
 
-from dflash.commands import check, eval, features, generate, train
+from dflash.commands import (
+    catalogue,
+    check,
+    convert,
+    data,
+    eval,
+    features,
+    generate,
+    init_config,
+    push,
+    serve_config,
+    train,
+)
 
 COMMANDS = {
     "generate": generate,
     "check": check,
     "eval": eval,
+    "data": data,
     "features": features,
+    "list": catalogue,
+    "init-config": init_config,
     "train": train,
+    "push": push,
+    "serve-config": serve_config,
+    "convert": convert,
 }
 FAILED, INTERRUPTED = 1, 130
 

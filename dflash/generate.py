@@ -8,6 +8,7 @@ import torch
 from transformers import TextStreamer
 
 from dflash.loading import PairOptions, encode, load, say
+from dflash.modeling.pairing_dflash import check_drafter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,7 @@ def run(options: GenerateOptions) -> int:
 
 
 def decode(target, draft, tokenizer, inputs, options: GenerateOptions, streamer) -> Report:
+    check_drafter(draft)
     prompt = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
     sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     generator = None

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash import demo
-from dflash.modeling.modeling_dflash import DFlashDraftModel
+from dflash.dialects import load_drafter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,28 +35,38 @@ class PairOptions(TargetOptions):
     json: bool = False
 
 
+def draft_name(options: PairOptions) -> str:
+    """The folder or repository of the drafter."""
+    return str(demo.DRAFTER) if options.demo else options.draft
+
+
 def load(options: PairOptions):
     """Target, drafter and tokenizer, on one device."""
     target, tokenizer = load_target(options)
-    name = str(demo.DRAFTER) if options.demo else options.draft
-    dtype = _dtype(options, target.device.type)
-    say(f"loading drafter {_short(name)}")
-    draft = DFlashDraftModel.from_pretrained(name, revision=options.draft_revision, dtype=dtype)
-    return target, draft.to(target.device).eval(), tokenizer
+    return target, load_draft(options, target), tokenizer
 
 
 def load_target(options: TargetOptions):
     """A target, in evaluation mode, and its tokenizer."""
     name = str(demo.demo_target(say)) if options.demo else options.target
-    device = options.device or default_device()
-    dtype = _dtype(options, device)
-    say(f"loading target {_short(name)} on {device} in {dtype}")
+    device, dtype = _where(options)
+    say(f"loading target {short(name)} on {device} in {dtype}")
     target = AutoModelForCausalLM.from_pretrained(name, revision=options.revision, dtype=dtype).to(device).eval()
     return target, AutoTokenizer.from_pretrained(name, revision=options.revision)
 
 
-def _dtype(options: TargetOptions, device: str) -> str:
-    return options.dtype or ("float32" if torch.device(device).type == "cpu" else "auto")
+def load_draft(options: PairOptions, target=None):
+    """The drafter, of any format that is read, with the classes of this library, whatever its `auto_map` names."""
+    name = draft_name(options)
+    device, dtype = _where(options)
+    say(f"loading drafter {short(name)}")
+    return load_drafter(name, revision=options.draft_revision, dtype=dtype, target=target).to(device).eval()
+
+
+def _where(options: TargetOptions) -> tuple[str, str]:
+    """Device and dtype of both models."""
+    device = options.device or default_device()
+    return device, options.dtype or ("float32" if torch.device(device).type == "cpu" else "auto")
 
 
 def default_device() -> str:
@@ -82,5 +92,6 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _short(name: str) -> str:
+def short(name: str) -> str:
+    """A model's name without the folders that it lies in."""
     return Path(name).name if Path(name).exists() else name

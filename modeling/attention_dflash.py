@@ -19,6 +19,30 @@ def visible_keys(block: int, keys: int, causal: bool, window: int | None, device
     return visible
 
 
+def join_sink(sink: torch.Tensor, query, key, value, mask):
+    """Attention with a sink, as attention without: a zero key and value join, whose mask is the sink's logit.
+
+    Args:
+        sink: [heads] logits.
+        query: [N, heads, B, head_dim].
+        key, value: [N, kv_heads, n, head_dim].
+        mask: bool or additive, [N or 1, 1, B, n], or None.
+
+    Returns:
+        keys, values [N, kv_heads, n + 1, head_dim], and an additive mask [N or 1, heads, B, n + 1].
+    """
+    heads, block, length = query.shape[1], query.shape[2], key.shape[2]
+    if mask is None:
+        mask = query.new_zeros(1, 1, block, length)
+    elif mask.dtype == torch.bool:
+        hidden = torch.finfo(query.dtype).min
+        mask = query.new_zeros(mask.shape).masked_fill(~mask, hidden)
+    column = sink.to(query.dtype)[None, :, None, None].expand(mask.shape[0], -1, block, -1)
+    mask = torch.cat([mask.expand(-1, heads, -1, -1), column], dim=-1)
+    nothing = key.new_zeros(*key.shape[:2], 1, key.shape[3])
+    return torch.cat([key, nothing], dim=2), torch.cat([value, nothing], dim=2), mask
+
+
 class BlockAttention:
     """What the layers of one forward pass share; each mask is built once, when a layer first asks for it.
 
@@ -38,6 +62,13 @@ class BlockAttention:
         self.flash = name != "sdpa" and is_flash_attention_requested(requested_attention_implementation=name)
         self.block, self.padding, self.dtype = block, padding, dtype
         self._built: dict = {}
+
+    def check_sink(self) -> None:
+        """Raises `ValueError` for an implementation that takes no mask per head."""
+        if self.flash or self.name == "flex_attention":
+            raise ValueError(
+                f"attention_sink_bias needs attn_implementation 'sdpa' or 'eager' in the drafter, not {self.name!r}"
+            )
 
     def mask(self, causal: bool, window: int | None, keys: torch.Tensor) -> torch.Tensor | None:
         """The mask for a layer that attends to `keys` [N, heads, n, head_dim]; None: all keys are visible."""

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
@@ -14,11 +15,12 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 # Keys that define the drafter; checkpoints put them in `dflash_config`, at top level, or in both places.
 _REQUIRED_DFLASH = ("block_size", "mask_token_id", "target_layer_ids")
 _CORRECTION_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_SWITCHES = ("sample_from_anchor", "window_from_anchor", "attention_sink_bias", "has_embed_tokens", "has_lm_head")
 _OPTIONAL_DFLASH = {
     "input_embedding_scale": 1.0,
     "output_multiplier": 1.0,
     "final_logit_softcapping": None,
-    "sample_from_anchor": False,
+    **dict.fromkeys(_SWITCHES, False),
     **dict.fromkeys(_CORRECTION_KEYS),
 }
 
@@ -41,7 +43,6 @@ _REQUIRED_LAYERS = (
 
 # Keys that, at any other value than these, describe a different model than the one implemented here.
 _NEUTRAL = {
-    "attention_sink_bias": (False, None),
     "use_swa": (False, None),
     "swa_window_size": (None,),
     "projector_type": ("dflash", None),
@@ -53,8 +54,17 @@ _NEUTRAL = {
     "speculators_model_type": (None,),
     "speculators_config": (None,),
     "transformer_layer_config": (None,),
-    "has_lm_head": (False, None),
 }
+
+# All keys of a config.json that this config reads or refuses.
+KNOWN_KEYS = frozenset(
+    (
+        *(*_REQUIRED_LAYERS, *_REQUIRED_DFLASH, *_OPTIONAL_DFLASH, *_NEUTRAL),
+        *("architectures", "dflash_config", "draft_vocab_size", "is_causal", "model_type", "shift_label"),
+        *("sliding_window", "use_sliding_window", "rope_theta", "rope_scaling", "rope_parameters"),
+        *("partial_rotary_factor", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"),
+    )
+)
 
 
 class DFlashConfig(Qwen3Config):
@@ -74,7 +84,15 @@ class DFlashConfig(Qwen3Config):
         num_target_layers (`int`): decoder layers of the target.
         is_causal (`bool`, *optional*): attention inside a block. Absent: `dflash_config.causal`; absent too: sliding
             layers are causal and full layers bidirectional (the rule of z-lab and vLLM).
-        input_embedding_scale (`float`): factor on the target's raw embedding rows.
+        window_from_anchor (`bool`): in sliding layers every slot sees the `sliding_window` positions before the anchor
+            and the block (speculators' rule); False: each slot counts from its own position, the block included.
+        attention_sink_bias (`bool`): each head of each layer has a learned logit that joins its softmax and whose value
+            is zero (Model-Optimizer).
+        has_embed_tokens, has_lm_head (`bool`): the checkpoint brings its own embedding or head, used instead of the
+            target's.
+        draft_vocab_size (`int`, *optional*): rows of that head, if it covers a part of the vocabulary, named by the
+            tensors `d2t` and `t2d`. Default: `vocab_size`.
+        input_embedding_scale (`float`): factor on the raw embedding rows.
         output_multiplier (`float`): factor on the draft logits, before the softcap.
         final_logit_softcapping (`float`, *optional*): draft logits become `cap * tanh(logits / cap)`.
         conv_kernel_size, conv_group_size, selector_rank, selector_top_k (`int`, *optional*): DFlash 2's in-block
@@ -96,6 +114,8 @@ class DFlashConfig(Qwen3Config):
         _check_rope(settings)
         _check_windows(settings)
         _check_dtype(settings)
+        draft_vocabulary = settings.pop("draft_vocab_size", None)
+        dflash["draft_vocab_size"] = settings["vocab_size"] if draft_vocabulary is None else draft_vocabulary
         causal = dflash.pop("causal")
         is_causal = settings.pop("is_causal", None)
         if None not in (causal, is_causal) and causal != is_causal:
@@ -126,6 +146,16 @@ class DFlashConfig(Qwen3Config):
         """Sliding window of the layer: keys at distance < window are seen, on both sides when not causal."""
         return self.sliding_window if self.layer_types[layer_idx] == "sliding_attention" else None
 
+    def cache_window(self, layer_idx: int) -> int | None:
+        """Keys at this distance before the anchor or further are seen by no slot of a block; None: all are seen."""
+        window = self.layer_window(layer_idx)
+        return window if window is None or not self.window_from_anchor else window + 1
+
+    @property
+    def has_draft_vocabulary(self) -> bool:
+        """Whether the drafter's own head covers a part of the vocabulary only."""
+        return self.draft_vocab_size != self.vocab_size
+
     def check(self) -> None:
         """Raises `ValueError`, naming the value, for settings no drafter can have; cheap, so models call it again."""
         _check(self)
@@ -138,8 +168,9 @@ class DFlashConfig(Qwen3Config):
             value = output.pop(key, neutral)
             if value != neutral:
                 dflash[key] = value
-        if output.get("is_causal") is None:
-            output.pop("is_causal", None)
+        for key, neutral in (("is_causal", None), ("draft_vocab_size", self.vocab_size)):
+            if output.get(key) == neutral:
+                output.pop(key, None)
         return {
             **output,
             "dflash_config": dflash,
@@ -159,6 +190,7 @@ def _check(config) -> None:
     _check_layers(config)
     _check_taps(config.target_layer_ids, config.num_target_layers)
     _check_correction(config)
+    _check_vocabulary(config)
     mask = config.mask_token_id
     if not _is_int(mask) or not 0 <= mask < config.vocab_size:
         raise ValueError(f"mask_token_id {mask!r} is not an id of the vocabulary: vocab_size is {config.vocab_size}")
@@ -207,6 +239,10 @@ def _agreed(key: str, nested: dict, top: dict):
 
 def _refuse_other_models(settings: dict, nested: dict) -> None:
     architectures = settings.get("architectures")
+    if not isinstance(architectures, (list, tuple, type(None))) or not all(
+        isinstance(name, str) for name in architectures or ()
+    ):
+        raise ValueError(f"architectures must be a list of names, config.json has {architectures!r}")
     if architectures and not set(architectures) & set(ARCHITECTURES):
         raise ValueError(f"architectures is {architectures}; this code implements {' and '.join(ARCHITECTURES)}")
     for place in (settings, nested):
@@ -215,12 +251,6 @@ def _refuse_other_models(settings: dict, nested: dict) -> None:
                 raise ValueError(
                     f"{key}={place[key]!r} describes another kind of drafter, which is not implemented here"
                 )
-    draft_vocabulary = settings.get("draft_vocab_size")
-    if draft_vocabulary not in (None, settings.get("vocab_size")):
-        raise ValueError(
-            f"draft_vocab_size {draft_vocabulary!r} differs from vocab_size {settings.get('vocab_size')!r}: "
-            "drafters with a vocabulary of their own are not implemented here"
-        )
 
 
 def _check_aux_ids(settings: dict, taps) -> None:
@@ -243,18 +273,20 @@ def _check_rope(settings: dict) -> None:
         if not isinstance(value, (dict, type(None))):
             raise ValueError(f"{name} must be a dictionary, config.json has {value!r}")
     given = [dict(place) for place in (scaling, parameters) if place]
-    thetas = {place["rope_theta"] for place in given if place.get("rope_theta") is not None}
-    thetas |= {settings["rope_theta"]} if settings.get("rope_theta") is not None else set()
-    if len(thetas) != 1:
-        problem = f"gives several: {sorted(thetas)}" if thetas else "gives none"
+    thetas = [place["rope_theta"] for place in (*given, settings) if place.get("rope_theta") is not None]
+    for theta in thetas:
+        if not _is_number(theta) or theta <= 0:
+            raise ValueError(f"rope_theta must be a positive number, config.json has {theta!r}")
+    if len(set(thetas)) != 1:
+        problem = f"gives several: {thetas}" if thetas else "gives none"
         raise ValueError(f"RoPE needs one rope_theta (top level or in rope_parameters); config.json {problem}")
-    theta = thetas.pop()
-    if not _is_number(theta) or theta <= 0:
-        raise ValueError(f"rope_theta must be a positive number, config.json has {theta!r}")
     partial = [place["partial_rotary_factor"] for place in (*given, settings) if "partial_rotary_factor" in place]
-    if set(partial) - {1.0, None}:
+    if any(factor not in (1.0, None) for factor in partial):
         raise ValueError(f"partial_rotary_factor {partial} is not implemented; RoPE covers the whole head")
-    kinds = [place.get("rope_type") or place.get("type") or "default" for place in given]
+    kinds = [place.get("rope_type", place.get("type", "default")) for place in given]
+    for kind in kinds:
+        if not isinstance(kind, str) or kind not in {"default", *ROPE_INIT_FUNCTIONS}:
+            raise ValueError(f"rope_type must be one that Transformers knows, config.json has {kind!r}")
     if len(set(kinds)) > 1:
         raise ValueError(f"rope_scaling and rope_parameters name different RoPE types: {kinds}")
     known = {key for place in given for key, value in place.items() if value is not None} | set(settings)
@@ -268,7 +300,7 @@ def _check_rope(settings: dict) -> None:
 def _check_windows(settings: dict) -> None:
     """`Qwen3Config` drops the window when `use_sliding_window` is not true; here that is a contradiction."""
     layer_types = settings["layer_types"]
-    if not isinstance(layer_types, (list, tuple)) or not set(layer_types) <= set(LAYER_TYPES):
+    if not isinstance(layer_types, (list, tuple)) or not all(kind in LAYER_TYPES for kind in layer_types):
         raise ValueError(f"layer_types must be a list of {' and '.join(LAYER_TYPES)}, config.json has {layer_types!r}")
     slides = "sliding_attention" in layer_types
     if slides and settings.get("use_sliding_window") is not True:
@@ -298,7 +330,7 @@ def _check_numbers(config) -> None:
     cap = config.final_logit_softcapping
     if cap is not None and (not _is_number(cap) or cap < 0):
         raise ValueError(f"final_logit_softcapping must be a number >= 0 (0: none), got {cap!r}")
-    for name in ("attention_bias", "is_causal", "sample_from_anchor"):
+    for name in ("attention_bias", "is_causal", *_SWITCHES):
         value = getattr(config, name)
         if not isinstance(value, bool) and (name, value) != ("is_causal", None):
             raise ValueError(f"{name} must be true or false, got {value!r}")
@@ -345,6 +377,20 @@ def _check_correction(config) -> None:
         )
     if given and config.selector_top_k > config.vocab_size:
         raise ValueError(f"selector_top_k {config.selector_top_k} exceeds vocab_size {config.vocab_size}")
+
+
+def _check_vocabulary(config) -> None:
+    size, draft = config.vocab_size, config.draft_vocab_size
+    _check_positive_int("draft_vocab_size", draft)
+    if draft > size:
+        raise ValueError(f"draft_vocab_size {draft} exceeds vocab_size {size}")
+    if draft != size and not config.has_lm_head:
+        raise ValueError(
+            f"draft_vocab_size {draft} differs from vocab_size {size}, so the drafter needs a head of its own, but "
+            "has_lm_head is not true"
+        )
+    if draft != size and config.selector_rank is not None:
+        raise ValueError(f"a candidate selector over draft_vocab_size {draft} of {size} tokens is not implemented")
 
 
 def _check_positive_int(name: str, value) -> None:

@@ -16,7 +16,7 @@ class BlockDrafter:
 
     Args:
         draft (`DFlashDraftModel`): the drafter.
-        session (`TargetSession`): the target, whose embedding and head the drafter borrows.
+        session (`TargetSession`): the target, whose embedding and head the drafter borrows, unless it has its own.
         block (`int`): positions of a block, B: the anchor and B - 1 masks.
         prompt (`int`): positions of the prompt, for which the cache has room before it grows.
         window (`int`, *optional*): context positions that the drafter attends to at most; see `window_start`.
@@ -28,7 +28,7 @@ class BlockDrafter:
         config = draft.config
         self.draft, self.session, self.block, self.window = draft, session, block, window
         self.width = 1 + config.proposals(block)  # positions the target verifies at most: the anchor and all proposals
-        windows = [config.layer_window(i) for i in range(config.num_hidden_layers)]
+        windows = [config.cache_window(i) for i in range(config.num_hidden_layers)]
         self.cache = kept or DFlashDraftCache(windows, min(prompt, window or prompt) + max(256, block))
         self.outlives = outlives
         # A norm tells both also where the linear layers are quantised.
@@ -48,7 +48,7 @@ class BlockDrafter:
         features = self._slide(state.features)
         rows, fresh = features.shape[:2]
         ids = torch.cat([state.anchor[:, None], self.masks.expand(rows, -1)], dim=1)
-        noise = self.session.embed(ids, self.embedding_scale)
+        noise = self._embed(ids)
         start = self.cache.start
         offsets = torch.arange(-fresh - start, self.block - start, device=self.session.device)
         output = self.draft(
@@ -60,10 +60,16 @@ class BlockDrafter:
         self.cache.keep_context(fresh)
         return self.draft.propose(output.last_hidden_state, state.anchor, self.session.head, sampler.pick)
 
-    def skip(self, features: torch.Tensor) -> None:
-        """A round without a draft, after features [N, n, K*H]: nobody needs them unless the cache outlives the call."""
-        if self.outlives:
-            self.absorb(features)
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Scaled rows [..., H] of the drafter's own embedding, or of the target's."""
+        if self.draft.embed_tokens is None:
+            return self.session.embed(ids, self.embedding_scale)
+        return self.draft.embed_tokens(ids.to(self.device)) * self.embedding_scale
+
+    def skip(self, state) -> None:
+        """A round without a draft: takes the state's new features in if a later block or a later call needs them."""
+        if self.outlives or (self.block > 1 and state.width > 1):
+            self.absorb(state.features)
 
     def _slide(self, features: torch.Tensor) -> torch.Tensor:
         """Moves the window on, so that it ends with features [N, n, K*H]; gives those within it."""

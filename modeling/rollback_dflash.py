@@ -12,14 +12,9 @@ import weakref
 
 import torch
 from torch import nn
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 
+from .cache_layers_dflash import StaticWindow, crop_keys, keeps_keys, keeps_state, room_of, states_of
 from .devices_dflash import execution_device
 
 _PROBE_PREFIX, _PROBE_BLOCK = 5, 4
@@ -32,12 +27,12 @@ class CacheRollback:
     """The rollback of one cache.
 
     Args:
-        cache (`DynamicCache`): made from the target's config, and so far used only with a rollback after each forward.
+        cache (`Cache`): made for the target, and so far used only with a rollback after each forward, or not at all.
         layers (`nn.ModuleList`): the target's decoder layers.
         mixers (`list[str]`): names, within `layers`, of the modules that drive its states; see `find_mixers`.
     """
 
-    def __init__(self, cache: DynamicCache, layers: nn.ModuleList, mixers: list[str]):
+    def __init__(self, cache: Cache, layers: nn.ModuleList, mixers: list[str]):
         self.cache = cache
         self.mixers = [layers.get_submodule(name) for name in mixers]
         self._stateful = [layer for layer in cache.layers if keeps_state(layer)]
@@ -45,9 +40,17 @@ class CacheRollback:
         self._tokens = 0
         self._calls: list[tuple] | None = None
         self._copies: list[tuple[dict, dict]] = []
-        for layer in cache.layers:
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.activate_past_recording()
+        self._frozen = [layer for layer in cache.layers if room_of(layer) is not None]  # these go back with help only
+        self._windows: list[StaticWindow] = []
+        self._tentative = False
+        self._sliding = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+        for layer in self._sliding:
+            layer.activate_past_recording()
+
+    def close(self) -> None:
+        """Leaves the cache as Transformers uses it: sliding layers trim themselves again, without being told."""
+        for layer in self._sliding:
+            layer.record_past = False
 
     def attach(self) -> list:
         """Hooks that note the mixers' inputs, for the caller to remove. Other users of the target pass unnoticed."""
@@ -58,10 +61,16 @@ class CacheRollback:
 
         return [mixer.register_forward_pre_hook(note, with_kwargs=True) for mixer in self.mixers]
 
+    def room(self, tokens: int) -> int:
+        """How many of `tokens` tokens a tentative forward may have now, so that any of its last can be taken back."""
+        return min([tokens, *(room_of(layer) for layer in self._frozen)])
+
     @contextlib.contextmanager
     def forward(self, tokens: int, tentative: bool):
-        """Goes around each forward over `tokens` tokens; only a tentative one can be taken back from states."""
-        self._tokens, self._calls = tokens, None
+        """Goes around each forward over `tokens` tokens; only a tentative one can be taken back from every layer."""
+        self._tokens, self._calls, self._tentative = tokens, None, tentative
+        static = [layer for layer in self._frozen if isinstance(layer, StaticSlidingWindowLayer)]
+        self._windows = [StaticWindow(layer, tokens) for layer in static] if tentative else []
         if not (tentative and self._stateful):
             yield
             return
@@ -82,17 +91,23 @@ class CacheRollback:
         Raises:
             ValueError: the forward was not a tentative one, or had fewer tokens.
         """
-        if count and self._stateful and (self._calls is None or count >= self._tokens):
+        bound = self._stateful or self._frozen
+        if count and bound and (not self._tentative or count >= self._tokens):
             raise ValueError(
-                f"{count} of {self._tokens} tokens cannot be taken back: a recurrent state goes back only within the "
-                "last forward, and only if that gave the logits of several tokens; ask for more with logits_to_keep"
+                f"{count} of {self._tokens} tokens cannot be taken back: a recurrent state, a static window or "
+                "quantised keys go back only within the last forward, and only if that gave the logits of several "
+                "tokens; ask for more with logits_to_keep"
             )
+        windows = {id(window.layer): window for window in self._windows}
         for layer in self.cache.layers:
-            crop_keys(layer, count)
+            if id(layer) in windows:
+                windows[id(layer)].take_back(count)
+            else:
+                crop_keys(layer, count)
         if count and self._stateful:
             self.restore()
             self.replay(0, self._tokens - count)
-        self._calls, self._copies = None, []
+        self._calls, self._copies, self._windows, self._tentative = None, [], [], False
 
     def restore(self) -> None:
         """Puts the states back to where they were before the last forward."""
@@ -111,29 +126,6 @@ class CacheRollback:
                 output = module(*args, **kwargs)
                 outputs.append(output if isinstance(output, torch.Tensor) else output[0])
         return outputs
-
-
-def keeps_state(layer) -> bool:
-    """Whether a cache layer keeps, or may keep, a state without a history."""
-    return isinstance(layer, LinearAttentionCacheLayerMixin)
-
-
-def keeps_keys(layer) -> bool:
-    """Whether a cache layer keeps keys, so that it knows how many tokens it has seen."""
-    return isinstance(layer, CacheLayerMixin)
-
-
-def states_of(layer) -> dict[tuple[str, int], torch.Tensor]:
-    """The states that a cache layer has so far, by kind and index."""
-    kinds = ("conv_states", "recurrent_states")
-    return {(kind, i): state for kind in kinds for i, state in getattr(layer, kind).items() if state is not None}
-
-
-def crop_keys(layer, count: int) -> None:
-    """Takes the last `count` keys from a cache layer. Layers that share or lack keys have none to crop."""
-    if keeps_keys(layer) and layer.is_initialized:
-        kind = DynamicSlidingWindowLayer if isinstance(layer, DynamicSlidingWindowLayer) else DynamicLayer
-        kind.crop(layer, -count)
 
 
 @contextlib.contextmanager

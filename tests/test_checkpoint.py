@@ -16,8 +16,10 @@ from tiny import plain, tiny_drafter, tiny_prompt, tiny_target
 def assert_ships_our_files(folder):
     for source in shipped_files():
         assert (folder / source.name).read_bytes() == source.read_bytes(), f"{source.name} is out of date"
-    found = {path.name for path in folder.glob("*.py")}
-    assert found == {source.name for source in shipped_files()}
+    entry = folder / "custom_generate" / "generate.py"
+    assert entry.read_bytes() == (folder / "generate_dflash.py").read_bytes()
+    found = {path for path in folder.rglob("*.py")}
+    assert found == {folder / source.name for source in shipped_files()} | {entry}
 
 
 def test_written_folders_carry_our_files(tmp_path):
@@ -75,6 +77,9 @@ output = draft.spec_generate(target=target, input_ids=ids, max_new_tokens=20, re
 assert output.emitted.shape[1] > 0
 assert type(draft).__module__.startswith("transformers_modules."), type(draft)
 assert not any(name == "modeling" or name.startswith("dflash.") for name in sys.modules)
+prompt = dict(inputs=ids, attention_mask=torch.ones_like(ids))
+again = target.generate(**prompt, max_new_tokens=20, custom_generate=draft.custom_generate)
+assert torch.equal(again, output.sequences)
 print("TOKENS", output.sequences[0].tolist())
 draft.save_pretrained("again")
 """

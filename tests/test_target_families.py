@@ -1,5 +1,7 @@
 """Every family of targets decodes exactly, whatever its cache keeps, or is refused for what it lacks."""
 
+import random
+
 import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
@@ -14,7 +16,7 @@ from families import FAMILIES, LAYERS, REFUSED, VOCABULARY, WIDTH, WINDOW, build
 BLOCK = 5
 BUDGET = 33
 TAPS = [0, 1, LAYERS - 1]
-STATEFUL = ["qwen3_next", "qwen3_5", "qwen3_5_wrapper", "qwen3_5_moe", "kimi_linear", "nemotron_h", "falcon_h1"]
+STATEFUL = ["qwen3_5_wrapper", "kimi_linear", "nemotron_h", "falcon_h1"]
 
 # Accepted per round: every position rejected in turn, then nothing and everything several times in a row.
 SCRIPT = [*range(BLOCK), 0, 0, 0, BLOCK - 1, BLOCK - 1, 0, 2]
@@ -120,6 +122,49 @@ def test_hybrids_over_seeds(family, seed):
     skip_if_absent(family)
     script = torch.randint(BLOCK, (40,), generator=torch.Generator().manual_seed(seed)).tolist()
     assert_exact(build_target(family, seed=seed + 1), 3 + 5 * seed, script, seed=seed)
+
+
+def random_hybrid(seed: int, pick: random.Random):
+    """A target like Qwen3.5 with 2 or 3 layers of random kinds, in random order and of random sizes."""
+    family = pick.choice(["qwen3_5", "qwen3_5", "qwen3_next", "qwen3_5_moe"])
+    kinds = ["linear_attention", "full_attention", *pick.choices(["linear_attention", "full_attention"], k=seed % 2)]
+    pick.shuffle(kinds)
+    heads = pick.choice([1, 2])
+    return build_target(
+        family,
+        seed=seed,
+        num_hidden_layers=len(kinds),
+        layer_types=kinds,
+        num_key_value_heads=pick.choice([1, 2, 4]),
+        linear_conv_kernel_dim=pick.randint(2, 6),
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads * pick.choice([1, 2]),
+        linear_key_head_dim=pick.choice([4, 8]),
+        linear_value_head_dim=pick.choice([4, 8]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_hybrids_over_seeds_and_shapes(seed):
+    """Also prompts shorter than the convolution, chunks, and blocks of any size."""
+    pick = random.Random(seed)
+    target = random_hybrid(seed, pick)
+    depth, block = target.config.num_hidden_layers, pick.randint(2, 8)
+    taps = {"block_size": block, "mask_token_id": 3, "target_layer_ids": [0, depth - 1]}
+    draft = build_draft(num_target_layers=depth, block_size=block, dflash_config=taps)
+    script = [pick.randrange(block) for _ in range(20)]
+    ids = prompt_ids(pick.choice([1, 2, 3, 5, 8, 13, 34]), seed)
+    reference = plain_tokens(target, ids, 20 + block)
+    output = draft.follow(reference, script).spec_generate(
+        target=target,
+        input_ids=ids,
+        max_new_tokens=20,
+        prefill_chunk_size=pick.choice([None, 1, 4]),
+        stop_token_ids=[],
+        return_dict=True,
+    )
+    assert output.sequences[0, ids.shape[1] :].tolist() == reference[:20]
+    assert output.emitted[0].tolist() == scripted_counts(script, 20)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

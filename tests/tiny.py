@@ -1,7 +1,7 @@
 """Small random models for the tests, and a drafter whose proposals are scripted."""
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from dflash import DFlashConfig, DFlashDraftModel
@@ -72,6 +72,14 @@ def word_tokenizer(count=VOCAB):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0")
     tokenizer.chat_template = "{% for message in messages %}w1 {{ message['content'] }} w2 {% endfor %}"
     return tokenizer
+
+
+def letter_tokenizer():
+    """A tokenizer of single characters, which `StopStringCriteria` can take apart."""
+    letters = Tokenizer(models.WordLevel({chr(ord("@") + i): i for i in range(61)}, unk_token="@"))
+    letters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    letters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=letters, unk_token="@")
 
 
 def tiny_prompt(length, seed=0, vocab=VOCAB):

@@ -9,8 +9,9 @@ def add(commands) -> None:
     check = commands.add_parser(
         "check",
         help="say whether a drafter and a target belong together",
-        description="Check a target and its drafter, and print what was checked and resolved. With --probe, also "
-        "decode greedily and compare every token with one-by-one decoding.",
+        description="Check a target and its drafter, and print what was checked and resolved, and what Transformers "
+        "makes of the drafter without this library. With --probe, also decode greedily and compare every token with "
+        "one-by-one decoding. With --draft alone only the drafter is checked.",
         epilog="exit codes: 0 fine, 1 the pair cannot work or failed to load, 2 wrong usage, 3 --probe found a "
         "difference that rounding does not explain, 130 interrupted",
     )
@@ -22,7 +23,9 @@ def add(commands) -> None:
 
 
 def run(arguments: dict, parser: argparse.ArgumentParser) -> int:
-    check_models(arguments, parser)
+    check_models(arguments, parser, draft_alone=True)
+    if arguments["probe"] and not (arguments["target"] or arguments["demo"]):
+        parser.error("--probe decodes with the target; give --target too")
     if arguments["prompts"] and not arguments["probe"]:
         parser.error("--prompts are decoded by --probe; give both")
     from dflash import check

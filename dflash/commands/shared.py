@@ -15,7 +15,10 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--dtype", help="default: the checkpoint's; float32 on a CPU")
 
 
-def check_models(arguments: dict, parser: argparse.ArgumentParser) -> None:
+def check_models(arguments: dict, parser: argparse.ArgumentParser, draft_alone: bool = False) -> None:
+    """Wrong usage unless both models are named, or `--demo`; or the drafter alone, where that is enough."""
+    if draft_alone and arguments["draft"] and not arguments["target"] and not arguments["demo"]:
+        return
     if arguments["demo"] == bool(arguments["target"] or arguments["draft"]):
         parser.error("give --target and --draft, or --demo")
     if not arguments["demo"] and not (arguments["target"] and arguments["draft"]):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from dflash.modeling.pairing_dflash import tokenizer_hash
+from dflash.modeling.pairing_dflash import thinking_default, tokenizer_hash
 from dflash.modeling.target_dflash import unwrap
 
 SAMPLES = 4096
@@ -68,3 +68,11 @@ def differences(stored: dict, found: dict) -> list[str]:
         if ours[key] != theirs[key]:
             lines.append(f"{key} in the target's config is {ours[key]}, here {theirs[key]}")
     return lines
+
+
+def thinking_mode(tokenizer, template: dict) -> str | None:
+    """Whether the target thinks, by arguments of the chat template or its default: on, off, or None if it cannot."""
+    default = thinking_default(tokenizer)
+    if default is None or "enable_thinking" not in template:
+        return default
+    return "on" if template["enable_thinking"] else "off"

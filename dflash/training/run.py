@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dflash.dialects import load_drafter
 from dflash.evaluation import real_tau
 from dflash.loading import say
 from dflash.modeling.configuration_dflash import DFlashConfig
@@ -30,7 +31,7 @@ def train(config: TrainConfig, resume: bool = False) -> TrainResult:
     accelerator = make_accelerator(config)
     target = load_target(config, accelerator.device)
     tokenizer = AutoTokenizer.from_pretrained(config.target, revision=config.revision)
-    draft = load_drafter(config, target)
+    draft = make_drafter(config, target)
     check_pair(draft.config, target)
     documents = load_documents(config, target, tokenizer)
     source = make_source(config, draft.config, target, tokenizer)
@@ -47,10 +48,10 @@ def load_target(config: TrainConfig, device: torch.device):
     return target.to(device).eval()
 
 
-def load_drafter(config: TrainConfig, target):
+def make_drafter(config: TrainConfig, target):
     """The drafter to train, in float32: new and random by `seed`, from layers of the target, or an earlier one."""
     if config.init_from is not None:
-        return DFlashDraftModel.from_pretrained(config.init_from, dtype=torch.float32)
+        return load_drafter(config.init_from, dtype=torch.float32, target=target)
     path = Path(config.draft_config)
     path = path / "config.json" if path.is_dir() else path
     settings = DFlashConfig(**json.loads(path.read_text(encoding="utf-8")))

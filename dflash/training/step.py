@@ -40,6 +40,17 @@ class Objective:
         return valid.to(cross_entropy.dtype)
 
 
+def check_trainable(config) -> None:
+    """Raises `ValueError` for a drafter with parts that the packed forward does not train."""
+    if config.has_correction:
+        raise ValueError("training the candidate selector of a DFlash 2 drafter is not supported")
+    for key in ("attention_sink_bias", "window_from_anchor"):
+        if getattr(config, key):
+            raise ValueError(f"training a drafter with {key} is not supported")
+    if config.has_embed_tokens or config.has_lm_head:
+        raise ValueError("training a drafter with an embedding or a head of its own is not supported")
+
+
 class TrainableDrafter(nn.Module):
     """A drafter whose forward takes a `PackedBatch` and gives sums, so that they add up over batches and processes.
 
@@ -53,8 +64,7 @@ class TrainableDrafter(nn.Module):
 
     def __init__(self, draft, parts: TargetParts, objective: Objective, flex=False, head: RestrictedHead | None = None):
         super().__init__()
-        if draft.config.has_correction:
-            raise ValueError("training the candidate selector of a DFlash 2 drafter is not supported")
+        check_trainable(draft.config)
         self.draft = draft
         self.objective, self.flex = objective, flex
         self._borrowed = parts, head  # in a tuple, so that they are no parameters of this module

@@ -48,7 +48,7 @@ class DFlashCandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
 
     def forward(self, hidden: torch.Tensor, logits: torch.Tensor, anchor: torch.Tensor, pick) -> DraftProposal:
-        """hidden [N, B-1, H] and logits [N, B-1, V] of the slots after `anchor` [N] -> one token per slot.
+        """hidden [N, S, H] and logits [N, S, V] of the S slots that predict, after `anchor` [N] -> one token per slot.
 
         The logits may be on another device than this module; tokens and probabilities are on theirs.
         """

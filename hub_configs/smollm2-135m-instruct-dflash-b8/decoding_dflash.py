@@ -1,6 +1,6 @@
 """The decode loop: prefill, then rounds of draft, verify and commit, until every row is done.
 
-Shapes: N rows, P prompt tokens, B block size, w <= B verified positions, K taps, H width, V vocabulary.
+Shapes: N rows, P prompt tokens, w verified positions (the anchor and its draft tokens), K taps, H width, V vocabulary.
 """
 
 import time
@@ -13,8 +13,8 @@ from transformers.utils import ModelOutput
 
 from .devices_dflash import execution_device
 from .drafting_dflash import BlockDrafter
-from .pairing_dflash import check_pair
-from .resume_dflash import DFlashSessionCache, give_cache, take_cache
+from .pairing_dflash import check_drafter, check_pair
+from .resume_dflash import DFlashSessionCache, give_cache, open_caches
 from .sampling_dflash import DraftProposal, Sampler, Verdict, ignored_settings
 from .target_dflash import TargetSession, unwrap
 
@@ -29,6 +29,8 @@ class DFlashGenerateOutput(ModelOutput):
         tau: mean of `emitted` per round, None if the first token already ended the text.
         prefill_time, draft_time, verify_time: seconds in the prompt's forward, in drafting, and in verifying.
         cache: a `DFlashSessionCache` of all tokens but the last, to continue from with `spec_generate(cache=...)`.
+        scores, logits: for each new token its processed scores or the target's logits [N, V]; only if `generate` was
+            asked for them.
     """
 
     sequences: torch.LongTensor | None = None
@@ -38,6 +40,8 @@ class DFlashGenerateOutput(ModelOutput):
     draft_time: float | None = None
     verify_time: float | None = None
     cache: DFlashSessionCache | None = None
+    scores: tuple[torch.Tensor, ...] | None = None
+    logits: tuple[torch.Tensor, ...] | None = None
 
 
 @dataclass
@@ -86,15 +90,22 @@ def speculative_generate(
         draft_context_window (`int`, *optional*): the drafter attends to at most this many of the last positions, which
             count from 0 again. Default: all, if prompt and budget fit the drafter's `max_position_embeddings`;
             otherwise as many as fit beside a block, with a warning. The output is exact either way.
-        block_size (`int`, *optional*): positions per round, at most the trained number; 1 is plain decoding.
-        cache (`DFlashSessionCache`, *optional*): the `cache` of an earlier call's output, continued in place. Only the
-            tokens of `input_ids`, which hold the whole text, that it does not stand for are run.
+        block_size (`int`, *optional*): positions of the drafter's block, at most the trained number; 1 is plain
+            decoding, or one draft token for a drafter that samples from the anchor.
+        cache (`DFlashSessionCache` or `Cache`, *optional*): the `cache` of an earlier call's output, continued in
+            place: only the tokens of `input_ids`, which hold the whole text, that it does not stand for are run. Or an
+            empty cache of Transformers, to be filled. `past_key_values` is the same.
+        cache_implementation (`str`, *optional*): which cache to make, as in `generate`: "dynamic", "static" or
+            "quantized"; default: as the target's generation config says.
+        cache_config (`dict`, *optional*): its settings; see `target_cache_dflash.make_cache`.
         streamer (`BaseStreamer`, *optional*): gets the prompt, then the tokens of each round.
         return_dict (`bool`): give a `DFlashGenerateOutput` instead of the sequences [1, P + T].
+        sampler (`Sampler`, *optional*): takes the place of the sampling settings and of the generation config.
 
     Raises:
         ValueError: the two models do not belong together, the target cannot be rolled back, or an argument is wrong.
     """
+    check_drafter(draft)
     check_pair(draft.config, target)
     prompt = _check_prompt(input_ids, attention_mask, target)
     block = _resolve_block(options.pop("block_size"), draft.config)
@@ -102,28 +113,30 @@ def speculative_generate(
     budget = _resolve_budget(options.pop("max_new_tokens"), options.pop("max_length"), input_ids.shape[1])
     window = _resolve_window(options.pop("draft_context_window"), draft.config, block, prompt.shape[1] + budget)
     stops = _resolve_stops(options.pop("stop_token_ids"), target)
-    sampler = Sampler(**options)
-    if ignored := ignored_settings(getattr(target, "generation_config", None)):
+    making = options.pop("cache_implementation"), options.pop("cache_config")
+    sampler = options.pop("sampler", None)
+    ignored = [] if sampler else ignored_settings(getattr(target, "generation_config", None))
+    sampler = sampler or Sampler(**options)
+    if ignored:
         warnings.warn(
             f"not applied, though the target's generation config asks for it: {', '.join(ignored)}", stacklevel=3
         )
-    if cache is not None:
-        take_cache(cache, draft, target, prompt)
     outlives = return_dict or cache is not None
-    held = (None, None) if cache is None else (cache.target_cache, cache.draft_cache)
+    held = open_caches(draft, target, prompt, prompt.shape[1] + budget - 1, chunk, cache, *making)
     was_training = draft.training
     draft.eval()
     try:
         with torch.inference_mode(), TargetSession(target, draft.config.target_layer_ids, held[0]) as session:
             drafter = BlockDrafter(draft, session, block, prompt.shape[1], window, held[1], outlives)
             state, clock = decode(drafter, session, prompt, chunk, [budget], stops, sampler, streamer)
-            drafter.skip(state.features)
+            drafter.skip(state)
     finally:
         draft.train(was_training)
         if streamer is not None:
             streamer.end()
     if outlives:
-        cache = cache or DFlashSessionCache(draft, target, drafter.cache, session.cache)
+        if held[1] is None:
+            cache = DFlashSessionCache(draft, target, drafter.cache, session.cache)
         give_cache(cache, torch.cat([prompt, prompt.new_tensor([state.tokens[0][:-1]])], dim=1))
     return _result(input_ids, state, clock, cache if return_dict else None)
 
@@ -135,8 +148,8 @@ def decode(drafter, session, prompt, chunk, budgets, stops, sampler, streamer=No
         streamer.put(prompt.cpu())
     state = prefill(session, drafter, prompt, chunk, budgets, stops, sampler, streamer)
     clock.lap("prefill")
-    while width := min(drafter.block, state.width):
-        proposal = drafter.propose(state, sampler).first(width - 1) if width > 1 else drafter.skip(state.features)
+    while width := 0 if sampler.finished else session.room(min(drafter.width, state.width)):
+        proposal = drafter.propose(state, sampler).first(width - 1) if width > 1 else drafter.skip(state)
         clock.lap("draft")
         verdict, features = verify(session, state, proposal, sampler)
         commit(session, state, proposal, verdict, features, streamer)
@@ -151,7 +164,7 @@ def prefill(session, drafter, prompt, chunk, budgets, stops, sampler, streamer) 
     """
     rows, length = prompt.shape
     features = None
-    for begin, end in chunks(session.cache.get_seq_length(), length, chunk):
+    for begin, end in chunks(session.length, length, chunk):
         if features is not None:
             drafter.absorb(features)
             features = None

@@ -1,5 +1,9 @@
 """DFlash drafter: a Qwen3-shaped decoder whose keys and values also come from a target's hidden states."""
 
+import inspect
+import shutil
+from pathlib import Path
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -13,13 +17,18 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
 )
 
-from .attention_dflash import BlockAttention
+from .attention_dflash import BlockAttention, join_sink
 from .cache_dflash import DFlashDraftCache
 from .configuration_dflash import DFlashConfig
 from .correction_dflash import DFlashBlockConv, DFlashCandidateSelector
 from .decoding_dflash import speculative_generate
+from .generate_dflash import generate
+from .native_dflash import check_native
 from .pairing_dflash import PairReport, report_pair
+from .prepared_dflash import generate_prepared
+from .resume_dflash import one_cache
 from .sampling_dflash import DraftProposal
+from .vocabulary_dflash import add_own_parts, check_vocabulary, in_target_vocabulary
 
 
 class DFlashRMSNorm(nn.RMSNorm):
@@ -76,11 +85,14 @@ class DFlashAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
+        self.num_heads = config.num_attention_heads
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = config.layer_is_causal(layer_idx)
-        self.sliding_window = config.layer_window(layer_idx)
+        window = config.layer_window(layer_idx)
+        self.sliding_window = None if config.window_from_anchor else window
+        self.context_window = window if config.window_from_anchor else None
         width, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(width, config.num_attention_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=bias)
@@ -88,12 +100,19 @@ class DFlashAttention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, width, bias=bias)
         self.q_norm = DFlashRMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = DFlashRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.attention_sink_bias = None
+        if config.attention_sink_bias:
+            self.attention_sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads))
 
     def forward(self, hidden_states, context, position_embeddings, attention: BlockAttention, cache=None):
-        """hidden_states [N, B, H], context [N, n, H], angles for n + B positions -> [N, B, H]."""
-        rows, block = hidden_states.shape[:2]
-        source = torch.cat([context, hidden_states], dim=1)
-        query = self.q_norm(self.q_proj(hidden_states).view(rows, block, -1, self.head_dim)).transpose(1, 2)
+        """hidden_states [N, B, H], context [N, n, H], angles for n + B positions -> [N, B, H].
+
+        Training gives A blocks one context: hidden_states [A, B, H], context [1, n, H], angles for n + A*B positions.
+        """
+        rows, width = context.shape[0], context.shape[-1]
+        source = torch.cat([context, hidden_states.reshape(rows, -1, width)], dim=1)
+        query = self.q_norm(self.q_proj(hidden_states).view(rows, -1, self.num_heads, self.head_dim)).transpose(1, 2)
+        block = query.shape[2]
         cos, sin = position_embeddings
         query = rotate_positions(query, cos[:, :, -block:], sin[:, :, -block:])
         key, value = self.keys_and_values(source, position_embeddings)
@@ -101,18 +120,24 @@ class DFlashAttention(nn.Module):
             key, value = cache.update(key, value, self.layer_idx, block)
         elif cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
+        if self.context_window is not None:
+            key, value = (x[:, :, -(self.context_window + block) :] for x in (key, value))
+        mask = attention.mask(self.is_causal, self.sliding_window, key)
+        if self.attention_sink_bias is not None:
+            attention.check_sink()
+            key, value, mask = join_sink(self.attention_sink_bias, query, key, value, mask)
         output, _ = attention.implementation(
             self,
             query,
             key,
             value,
-            attention.mask(self.is_causal, self.sliding_window, key),
+            mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             is_causal=self.is_causal,
             sliding_window=self.sliding_window,
         )
-        return self.o_proj(output.reshape(rows, block, -1))
+        return self.o_proj(output.reshape(*hidden_states.shape[:2], -1))
 
     def keys_and_values(self, source, position_embeddings) -> tuple[torch.Tensor, torch.Tensor]:
         """source [N, n, H] and its angles -> rotated keys and values [N, heads, n, head_dim]."""
@@ -169,10 +194,12 @@ class DFlashPreTrainedModel(PreTrainedModel):
         elif isinstance(module, DFlashCandidateSelector):
             nn.init.normal_(module.predecessor_codebook, std=self.config.initializer_range)
             nn.init.zeros_(module.successor_codebook)
+        elif isinstance(module, DFlashAttention) and module.attention_sink_bias is not None:
+            nn.init.zeros_(module.attention_sink_bias)
 
 
 class DFlashDraftModel(DFlashPreTrainedModel):
-    """A DFlash drafter (arXiv 2602.06036). It has no embedding and no head: it borrows the target's."""
+    """A DFlash drafter (arXiv 2602.06036). It borrows the target's embedding and head, unless it brings its own."""
 
     _auto_class = "AutoModel"
 
@@ -185,6 +212,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.norm = DFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = DFlashRotaryEmbedding(config)
         self.candidate_selector = DFlashCandidateSelector(config) if config.has_correction else None
+        add_own_parts(self, config)
         self.feature_width = len(config.target_layer_ids) * config.hidden_size
         self.output_multiplier = config.output_multiplier
         self.softcap = config.final_logit_softcapping
@@ -204,7 +232,26 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         found = "; ".join(f"{what}: {', '.join(sorted(map(str, names)))}" for what, names in problems.items() if names)
         if found:
             raise ValueError(f"{pretrained_model_name_or_path}: config.json and weights disagree. {found}")
+        model.check_tensors()
         return (model, info) if wants_info else model
+
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, push_to_hub=False, **kwargs):
+        """As in Transformers; the folder also gets `custom_generate/generate.py`, so that it is complete."""
+        details = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
+        details = {name: kwargs.pop(name) for name in details if name in kwargs}
+        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        if is_main_process:
+            path = Path(save_directory) / "custom_generate" / "generate.py"
+            path.parent.mkdir(exist_ok=True)
+            shutil.copyfile(inspect.getsourcefile(generate), path)
+        if push_to_hub:
+            repo_id = details.pop("repo_id", None) or Path(save_directory).name
+            self.push_to_hub(repo_id, token=kwargs.get("token"), **details)
+
+    def check_tensors(self) -> None:
+        """Raises `ValueError` for tensors that contradict each other, as `d2t` and `t2d` may."""
+        if self.config.has_draft_vocabulary:
+            check_vocabulary(self.d2t, self.t2d)
 
     def forward(
         self,
@@ -215,6 +262,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         cache=None,
         past_key_values=None,
         use_cache: bool | None = None,
+        attention: BlockAttention | None = None,
         **kwargs,
     ) -> BaseModelOutput:
         """Fills a block, by the contract of Transformers' own DFlash generation.
@@ -226,11 +274,15 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             attention_mask: [N, past + n + B], 0 at padding.
             cache: a cache whose `update` takes keys, values and the layer's index; the caller removes the block
                 from it afterwards. `past_key_values` is its name in older versions.
+            attention: what `BlockAttention` offers, for blocks that no `attention_mask` describes: training runs A
+                blocks [A, B, H] over the context [1, n, K*H] of packed documents, with `position_ids` [1, n + A*B].
 
         Returns:
             `BaseModelOutput` with `last_hidden_state` [N, B, H], after the final norm.
         """
         cache = past_key_values if cache is None else cache
+        if not isinstance(cache, DFlashDraftCache | None):
+            check_native(self.config)
         block = noise_embeds.shape[1]
         self._check_features(context_hidden_states)
         context = self.hidden_norm(self.fc(context_hidden_states))
@@ -238,9 +290,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             past = 0 if cache is None else cache.get_seq_length()
             position_ids = torch.arange(past, past + context.shape[1] + block, device=noise_embeds.device)[None]
         position_embeddings = self.rotary_emb(noise_embeds, position_ids)
-        name = self.config._attn_implementation
-        implementation = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
-        attention = BlockAttention(implementation, name, block, attention_mask, noise_embeds.dtype)
+        if attention is None:
+            name = self.config._attn_implementation
+            implementation = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+            attention = BlockAttention(implementation, name, block, attention_mask, noise_embeds.dtype)
         hidden_states = noise_embeds
         for layer in self.layers:
             hidden_states = layer(hidden_states, context, position_embeddings, attention, cache)
@@ -264,8 +317,11 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             )
 
     def compute_logits(self, hidden_states: torch.Tensor, output_head: nn.Module) -> torch.Tensor:
-        """Draft logits [..., V] of block outputs [..., H]: the target's head, then multiplier, then softcap."""
-        logits = output_head(hidden_states)
+        """Draft logits [..., V] of block outputs [..., H]: the head, then multiplier, then softcap.
+
+        The head is the drafter's own, [..., V_d], where it has one, and else `output_head`, the target's.
+        """
+        logits = output_head(hidden_states) if self.lm_head is None else self.lm_head(hidden_states)
         if self.output_multiplier != 1.0:
             logits = logits * self.output_multiplier
         return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
@@ -279,11 +335,14 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             output_head: the target's head.
             pick: maps logits [..., C] to chosen indices [...] and their distribution [..., C] or None.
         """
-        slots = hidden_states[:, 1:]
-        logits = self.compute_logits(slots, output_head)
+        slots = hidden_states if self.config.sample_from_anchor else hidden_states[:, 1:]
+        logits = self.compute_logits(slots, output_head).to(anchor.device)
         if self.candidate_selector is not None:
             return self.candidate_selector(slots, logits, anchor, pick)
-        return DraftProposal(*pick(logits))
+        proposal = DraftProposal(*pick(logits))
+        if self.config.has_draft_vocabulary:
+            return in_target_vocabulary(proposal, self.d2t, self.config.vocab_size)
+        return proposal
 
     def check_target(self, target: PreTrainedModel, tokenizer=None) -> PairReport:
         """What was checked and resolved for this drafter on `target`; see `pairing_dflash.PairReport`.
@@ -314,6 +373,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         draft_context_window: int | None = None,
         block_size: int | None = None,
         cache=None,
+        past_key_values=None,
+        cache_implementation: str | None = None,
+        cache_config: dict | None = None,
         streamer=None,
         generator: torch.Generator | None = None,
         return_dict: bool = False,
@@ -335,8 +397,46 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             prefill_chunk_size=prefill_chunk_size,
             draft_context_window=draft_context_window,
             block_size=block_size,
-            cache=cache,
+            cache=one_cache(cache, past_key_values),
+            cache_implementation=cache_implementation,
+            cache_config=cache_config,
             streamer=streamer,
             generator=generator,
             return_dict=return_dict,
+        )
+
+    def custom_generate(
+        self,
+        target: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        streamer=None,
+        synced_gpus: bool = False,
+        draft_temperature: float = 0.0,
+        draft_context_window: int | None = None,
+        block_size: int | None = None,
+        generator: torch.Generator | None = None,
+        **model_kwargs,
+    ):
+        """A decoding method for `target.generate(..., custom_generate=draft.custom_generate)`.
+
+        `generate` prepares everything as ever: prompt, logits processors, stopping criteria, generation config. The
+        output is the same as without a drafter. The arguments from `draft_temperature` on are those of `spec_generate`
+        and may be passed to `generate`. It keeps `streamer` to itself, so bind that one:
+        `custom_generate=functools.partial(draft.custom_generate, streamer=streamer)`. `stop_strings` go in as
+        `stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)]`.
+
+        Returns:
+            Sequences [1, P + T]; with `return_dict_in_generate`, a `DFlashGenerateOutput`.
+
+        Raises:
+            ValueError: beams, several rows, prompts that are not tokens, a cache of the caller's, or outputs besides
+                scores and logits.
+        """
+        options = dict(draft_context_window=draft_context_window, block_size=block_size)
+        options.update(streamer=streamer, generator=generator, draft_temperature=draft_temperature)
+        return generate_prepared(
+            self, target, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, **options
         )

@@ -8,7 +8,7 @@ from itertools import groupby
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from .rollback_dflash import keeps_keys, keeps_state
-from .target_dflash import check_capabilities, mixers_of, unwrap
+from .target_dflash import check_capabilities, misloaded, mixers_of, names_drafter, unwrap
 
 _THINKING = {"true": "on", "false": "off", "on": "on", "off": "off"}
 
@@ -37,10 +37,11 @@ class PairReport:
 
     Attributes:
         facts: what was checked, with both values; all of them hold.
-        settings: what is in use once everything is resolved, as JSON types: `block_size`, `target_layer_ids`,
-            `mask_token_id`, `layers` (causality and window of each drafter layer), `rope` (type, theta, attention
-            factor), `input_embedding_scale`, `attention`, `dtype` and `device` of both models, and `rollback`: how
-            each layer of the target's cache takes tokens back.
+        settings: what is in use once everything is resolved, as JSON types: `block_size`, `sample_from_anchor`,
+            `proposals` (draft tokens per block), `target_layer_ids`, `mask_token_id`, `layers` (causality and window of
+            each drafter layer), `window_from_anchor`, `attention_sink_bias`, `rope` (type, theta, attention factor),
+            `embedding` and `head` ("target" or "own", with the tokens it covers), `input_embedding_scale`, `attention`,
+            `dtype` and `device` of both models, and `rollback`: how each layer of the target's cache takes tokens back.
         warnings: what does not make the output wrong, but may lower acceptance.
     """
 
@@ -52,6 +53,19 @@ class PairReport:
         lines = [f"ok: {fact}" for fact in self.facts]
         lines += [f"{name}: {_words(value)}" for name, value in self.settings.items()]
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
+
+
+def check_drafter(draft) -> None:
+    """Raises `ValueError`, saying what happened and how to load it, if `draft` is not a `DFlashDraftModel`.
+
+    A checkpoint loaded without `trust_remote_code=True` is silently another model. Attributes are compared, not
+    classes: each folder that is loaded has a class of its own.
+    """
+    if all(hasattr(draft, name) for name in ("fc", "hidden_norm", "propose", "absorb")):
+        return
+    if names_drafter(draft):
+        raise ValueError(misloaded(draft))
+    raise ValueError(f"the drafter is a {type(draft).__name__}, but has to be a DFlashDraftModel")
 
 
 def check_pair(config, target) -> None:
@@ -70,6 +84,7 @@ def report_pair(draft, target, tokenizer=None) -> PairReport:
     Raises:
         ValueError: the pair cannot work.
     """
+    check_drafter(draft)
     check_pair(draft.config, target)
     facts = [*_facts(draft.config, target), _fc_fact(draft, target)]
     _require(facts)
@@ -81,6 +96,15 @@ def tokenizer_hash(tokenizer) -> str:
     """What `provenance.target_tokenizer_hash` holds: SHA-256 of which token has which id, added ones included."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), separators=(",", ":"))
     return hashlib.sha256(vocabulary.encode("utf-8")).hexdigest()
+
+
+def chat_template_hash(tokenizer) -> str | None:
+    """What `provenance.target_chat_template_hash` holds: SHA-256 of the chat template; None if there is none."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        return None
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def _facts(config, target) -> list[Fact]:
@@ -121,9 +145,15 @@ def _settings(draft, target) -> dict:
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     return {
         "block_size": config.block_size,
+        "sample_from_anchor": config.sample_from_anchor,
+        "proposals": config.proposals(),
         "target_layer_ids": list(config.target_layer_ids),
         "mask_token_id": config.mask_token_id,
         "layers": [{"causal": config.layer_is_causal(i), "window": config.layer_window(i)} for i in layers],
+        "window_from_anchor": config.window_from_anchor,
+        "attention_sink_bias": config.attention_sink_bias,
+        "embedding": "own" if config.has_embed_tokens else "target",
+        "head": f"own, {config.draft_vocab_size} tokens" if config.has_lm_head else "target",
         "rope": {**rope, "attention_factor": draft.rotary_emb.attention_scaling},
         "input_embedding_scale": config.input_embedding_scale,
         "attention": {"drafter": config._attn_implementation, "target": attention},
@@ -165,8 +195,9 @@ def _provenance_warnings(config, target, tokenizer) -> list[str]:
         return [f"provenance is {provenance!r} where a dictionary is expected, so it was not compared"]
     revision = _revision_warning(provenance.get("target_revision"), target)
     hashes = _hash_warning(provenance.get("target_tokenizer_hash"), tokenizer)
+    template = _template_warning(provenance.get("target_chat_template_hash"), tokenizer)
     thinking = _thinking_warning(provenance.get("thinking_mode"), tokenizer)
-    return [warning for warning in (revision, hashes, thinking) if warning]
+    return [warning for warning in (revision, hashes, template, thinking) if warning]
 
 
 def _revision_warning(trained, target) -> str | None:
@@ -184,8 +215,17 @@ def _hash_warning(trained, tokenizer) -> str | None:
     return f"target_tokenizer_hash is {trained}, this tokenizer's is {tokenizer_hash(tokenizer)}: ids differ in meaning"
 
 
+def _template_warning(trained, tokenizer) -> str | None:
+    if trained is None or tokenizer is None or trained == chat_template_hash(tokenizer):
+        return None
+    return (
+        f"target_chat_template_hash is {trained}, this tokenizer's is {chat_template_hash(tokenizer)}: prompts come "
+        "out in another form than in training, so expect fewer accepted tokens"
+    )
+
+
 def _thinking_warning(trained, tokenizer) -> str | None:
-    default = None if trained is None or tokenizer is None else _thinking_default(tokenizer)
+    default = None if trained is None or tokenizer is None else thinking_default(tokenizer)
     if default is None or _THINKING.get(str(trained).lower()) == default:
         return None
     return (
@@ -194,7 +234,7 @@ def _thinking_warning(trained, tokenizer) -> str | None:
     )
 
 
-def _thinking_default(tokenizer) -> str | None:
+def thinking_default(tokenizer) -> str | None:
     """Whether the chat template thinks unless told: "on" or "off"; None if `enable_thinking` changes nothing."""
     if not getattr(tokenizer, "chat_template", None):
         return None

@@ -35,6 +35,15 @@ class DraftProposal:
         kept = None if self.probabilities is None else self.probabilities[:, :count]
         return DraftProposal(self.tokens[:, :count], kept)
 
+    def at(self, slot: int) -> "DraftProposal":
+        """The proposal for one slot."""
+        kept = None if self.probabilities is None else self.probabilities[:, slot : slot + 1]
+        return DraftProposal(self.tokens[:, slot : slot + 1], kept)
+
+    def to(self, device: torch.device) -> "DraftProposal":
+        kept = None if self.probabilities is None else self.probabilities.to(device)
+        return DraftProposal(self.tokens.to(device), kept)
+
 
 @dataclass
 class Verdict:
@@ -57,6 +66,8 @@ class Sampler:
     Raises:
         ValueError: a setting is out of range, or asks for sampling at temperature 0.
     """
+
+    finished = False  # whether something besides stop tokens and budget has ended the text
 
     def __init__(self, temperature=0.0, top_k=None, top_p=None, min_p=None, draft_temperature=0.0, generator=None):
         for name, value in (("temperature", temperature), ("draft_temperature", draft_temperature)):

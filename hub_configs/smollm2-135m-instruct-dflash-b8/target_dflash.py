@@ -5,10 +5,12 @@ import threading
 
 import torch
 from torch.nn import functional
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
+from .cache_layers_dflash import keeps_keys, keeps_state
+from .configuration_dflash import ARCHITECTURES
 from .devices_dflash import execution_device, weights_in_place
-from .rollback_dflash import CacheRollback, find_mixers, keeps_keys, keeps_state
+from .rollback_dflash import CacheRollback, find_mixers
 
 # Attention patterns, and the cache layers they use, that roll back exactly: by cropping, or by restoring and replaying.
 _PATTERNS = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "moe", "mlp", "dummy"}
@@ -25,11 +27,13 @@ def check_capabilities(target) -> None:
     """Raises `ValueError`, naming what is missing, unless `target` is a decoder whose cache can be rolled back."""
     model = unwrap(target)
     name = type(model).__name__
+    if names_drafter(model):
+        raise ValueError(f"the target is a drafter: {misloaded(model)}")
     if getattr(model.config, "is_encoder_decoder", False) or not hasattr(model, "get_decoder"):
         raise ValueError(f"{name} is not a decoder-only language model; only such targets are supported")
     if model.get_output_embeddings() is None:
         raise ValueError(f"{name} has no language model head; load the target with AutoModelForCausalLM")
-    _cache_argument(target)
+    cache_argument(target)
     unknown = _patterns(model.config.get_text_config(decoder=True)) - _PATTERNS
     layers = [] if unknown else DynamicCache(config=model.config).layers
     unknown |= {type(layer).__name__ for layer in layers} - _LAYERS
@@ -42,6 +46,23 @@ def check_capabilities(target) -> None:
         raise ValueError(f"{name} has no attention layer, so its cache does not count tokens; not supported")
     if getattr(model, "_is_stateful", False) and not any(keeps_state(layer) for layer in layers):
         raise ValueError(f"{name} keeps a state outside its cache, where it cannot be rolled back; not supported")
+
+
+def names_drafter(model) -> bool:
+    """Whether the config of any model says that its checkpoint is a DFlash drafter."""
+    return bool(set(ARCHITECTURES) & set(getattr(getattr(model, "config", None), "architectures", None) or ()))
+
+
+def misloaded(model) -> str:
+    """What happened to a drafter that is not of the class in `modeling_dflash.py`, and how to load it."""
+    name, kind = getattr(model.config, "_name_or_path", ""), type(model)
+    return (
+        f"{name!r} is the checkpoint of a DFlash drafter, loaded as {kind.__module__}.{kind.__name__}. Its config.json "
+        f"says model_type {model.config.model_type!r}, which serving engines read, so without trust_remote_code=True "
+        "Transformers builds a plain model of this type, with random embeddings and without the drafter's `fc` and "
+        f"`hidden_norm`. Load it with AutoModel.from_pretrained({name!r}, trust_remote_code=True), or, if the "
+        f"checkpoint does not carry this code, with dflash.DFlashDraftModel.from_pretrained({name!r})"
+    )
 
 
 def _patterns(text) -> set[str]:
@@ -58,7 +79,7 @@ def unwrap(target):
     return target.get_base_model() if hasattr(target, "get_base_model") else target
 
 
-def _cache_argument(target) -> str:
+def cache_argument(target) -> str:
     """The name under which the target's forward takes its cache; it changed with Transformers 5.24."""
     parameters = inspect.signature(unwrap(target).forward).parameters
     for name in ("cache", "past_key_values"):
@@ -69,7 +90,7 @@ def _cache_argument(target) -> str:
 
 def mixers_of(target) -> list[str]:
     """Names of the modules that drive the target's states; raises `ValueError` if these cannot be rolled back."""
-    name = _cache_argument(target)
+    name = cache_argument(target)
     return find_mixers(unwrap(target), lambda *inputs: _run(target, name, *inputs, logits_to_keep=1))
 
 
@@ -90,20 +111,32 @@ def _run(target, cache_name: str, ids, position_ids, cache, logits_to_keep: int)
     )
 
 
+def tap_module(model, tap: int):
+    """The module whose output is `hidden_states[tap + 1]`: that of the last layer is taken after the final norm."""
+    decoder = model.get_decoder()
+    return decoder.layers[tap] if tap < len(decoder.layers) - 1 else decoder
+
+
+def tap_output(output) -> torch.Tensor:
+    """The hidden states [N, n, H] in what a tapped module gave."""
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
 class TargetSession:
     """One sequence of forwards over a target, with its cache and its taps. Use it in a `with` block.
 
     Args:
         target (`PreTrainedModel`): the target.
         target_layer_ids (`list[int]`): taps.
-        cache (`DynamicCache`, *optional*): the cache of an earlier session, to continue; default: a new one.
+        cache (`Cache`, *optional*): the cache of an earlier session, to continue, or an empty one; default: a new
+            `DynamicCache`.
     """
 
-    def __init__(self, target, target_layer_ids, cache: DynamicCache | None = None):
+    def __init__(self, target, target_layer_ids, cache: Cache | None = None):
         self.target = target
         self.model = unwrap(target)
         self.target_layer_ids = list(target_layer_ids)
-        self._cache_name = _cache_argument(target)
+        self._cache_name = cache_argument(target)
         self._embedding, self._head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         self.device = execution_device(self._embedding)
         self._head_input = self.device, self._embedding.weight.dtype
@@ -114,13 +147,11 @@ class TargetSession:
 
     def __enter__(self):
         thread = threading.get_ident()  # a target may serve several threads, each with its own session
-        decoder = self.model.get_decoder()
-        last = len(decoder.layers) - 1
 
         def keep(tap):
             def hook(module, inputs, output):
                 if threading.get_ident() == thread:
-                    self._taps[tap] = output if isinstance(output, torch.Tensor) else output[0]
+                    self._taps[tap] = tap_output(output)
 
             return hook
 
@@ -130,15 +161,23 @@ class TargetSession:
 
         self._hooks.append(self._head.register_forward_pre_hook(note))
         for tap in self.target_layer_ids:
-            # hidden_states[i + 1] of the last layer is taken after the final norm, so it is the decoder's output.
-            module = decoder.layers[tap] if tap < last else decoder
-            self._hooks.append(module.register_forward_hook(keep(tap)))
+            self._hooks.append(tap_module(self.model, tap).register_forward_hook(keep(tap)))
         self._hooks += self._rollback.attach()
         return self
 
     def __exit__(self, *_):
         for hook in self._hooks:
             hook.remove()
+        self._rollback.close()
+
+    @property
+    def length(self) -> int:
+        """Tokens that the cache holds."""
+        return int(self.cache.get_seq_length())  # a static cache counts in a tensor
+
+    def room(self, tokens: int) -> int:
+        """How many of `tokens` tokens the next forward may have if the last of them may be taken back."""
+        return self._rollback.room(tokens)
 
     def embed(self, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Raw embedding rows [..., H] of ids, bypassing whatever the target does to them, times `scale`."""
@@ -158,13 +197,13 @@ class TargetSession:
 
         Tokens whose logits were asked for can be taken back, except the first of them.
         """
-        before = self.cache.get_seq_length()
-        with self._rollback.forward(ids.shape[1], tentative=logits_to_keep > 1):
+        before, count = self.length, ids.shape[1]
+        with self._rollback.forward(count, tentative=logits_to_keep > 1):
             output = _run(self.target, self._cache_name, ids, position_ids, self.cache, logits_to_keep)
-        if self.cache.get_seq_length() != before + ids.shape[1]:
+        if self.length != before + count:
             raise ValueError(
-                f"the target's cache went from {before} to {self.cache.get_seq_length()} positions on {ids.shape[1]} "
-                "tokens, so it cannot decode (is it in training mode with gradient checkpointing?)"
+                f"the target's cache went from {before} to {self.length} positions on {count} tokens, so it cannot "
+                "decode (is it in training mode with gradient checkpointing?)"
             )
         features = torch.cat([self._taps[tap].to(self.device) for tap in self.target_layer_ids], dim=-1)
         self._taps.clear()

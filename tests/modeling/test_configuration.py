@@ -73,6 +73,24 @@ def test_both_names_of_the_slots_meaning(nested, keys, value):
     assert DFlashConfig(**written).to_dict() == written
 
 
+def test_variants_are_written_only_where_they_differ():
+    written = DFlashConfig(**drafter_settings()).to_dict()
+    keys = {"window_from_anchor", "attention_sink_bias", "has_embed_tokens", "has_lm_head", "draft_vocab_size"}
+    assert not keys & {*written, *written["dflash_config"]}
+    variant = dict.fromkeys(keys - {"draft_vocab_size"}, True)
+    written = DFlashConfig(**drafter_settings("sliding", draft_vocab_size=40, **variant)).to_dict()
+    assert variant.items() <= written["dflash_config"].items() and written["draft_vocab_size"] == 40
+    assert DFlashConfig(**written).to_dict() == written
+
+
+def test_a_window_from_the_anchor_reaches_one_key_further():
+    """Slot 0 of the usual rule sees distances below the window; from the anchor, distance `window` is seen too."""
+    config = DFlashConfig(**drafter_settings("mixed", window_from_anchor=True))
+    assert [config.layer_window(i) for i in (0, 1)] == [6, None]
+    assert [config.cache_window(i) for i in (0, 1)] == [7, None]
+    assert DFlashConfig(**drafter_settings("mixed")).cache_window(0) == 6
+
+
 def test_a_block_of_an_anchor_alone_predicts_if_it_samples_from_it():
     assert DFlashConfig(**drafter_settings(block_size=1, sample_from_anchor=True)).proposals() == 1
 
@@ -128,7 +146,10 @@ WRONG = [
     ({"sample_from_anchor": False, "shift_label": True}, "sample_from_anchor is False.*shift_label is True"),
     ({"use_swa": True}, "use_swa"),
     ({"projector_type": "dspark"}, "projector_type"),
-    ({"attention_sink_bias": True}, "attention_sink_bias"),
+    ({"attention_sink_bias": "yes"}, "attention_sink_bias"),
+    ({"window_from_anchor": 1}, "window_from_anchor"),
+    ({"has_embed_tokens": 0}, "has_embed_tokens"),
+    ({"draft_vocab_size": 32}, "draft_vocab_size"),
     ({"selector_rank": 4}, "conv_kernel_size"),
     ({"a_new_key": 1}, "a_new_key"),
 ]
@@ -167,7 +188,9 @@ WRONG_TOP = [
     ({"rms_norm_eps": 0}, "rms_norm_eps"),
     ({"is_causal": "no"}, "is_causal"),
     ({"dflash_config": [1]}, "dictionary"),
-    ({"draft_vocab_size": 32}, "draft_vocab_size"),
+    ({"draft_vocab_size": 32}, "draft_vocab_size 32.*has_lm_head"),
+    ({"draft_vocab_size": VOCAB + 1, "has_lm_head": True}, "exceeds"),
+    ({"draft_vocab_size": 0, "has_lm_head": True}, "draft_vocab_size"),
     ({"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, "eagle_aux"),
     ({"speculators_model_type": "dflash"}, "speculators_model_type"),
     ({"markov_rank": 256}, "markov_rank"),

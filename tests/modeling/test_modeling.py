@@ -14,6 +14,7 @@ from dflash import DFlashDraftModel
 from dflash.checkpoint import ship
 from dflash.modeling.cache_dflash import DFlashDraftCache
 from dflash.modeling.target_dflash import TargetSession
+from naive import naive_block
 from tiny import DEPTH, tiny_drafter, tiny_target
 
 GOLDENS = sorted(path.parent for path in Path(__file__).parents[1].glob("golden/*/config.json"))
@@ -187,6 +188,55 @@ def test_native_generation_takes_the_drafter():
         assert torch.equal(native, draft.spec_generate(target=target, input_ids=ids, max_new_tokens=20))
 
 
+VARIANTS = {
+    "plain": {},
+    "sink": {"attention_sink_bias": True},
+    "not_causal": {"is_causal": False},
+    "from_anchor": {"window_from_anchor": True},
+    "from_anchor_not_causal": {"window_from_anchor": True, "is_causal": False},
+    "all": {"window_from_anchor": True, "attention_sink_bias": True, "is_causal": True, "attention_bias": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_variants_equal_a_drafter_written_as_loops(variant, implementation):
+    """All at once, in pieces through our cache, and through Transformers' cache where that can hold it."""
+    draft = tiny_drafter("mixed", **VARIANTS[variant])
+    draft.set_attn_implementation(implementation)
+    torch.manual_seed(3)
+    for parameter in draft.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    features, noise = torch.randn(1, 20, 96).double(), torch.randn(1, 5, 32).double()
+    with torch.no_grad():
+        expected = naive_block(draft, features[0], noise[0])
+        whole = draft(noise_embeds=noise, context_hidden_states=features).last_hidden_state[0]
+        torch.testing.assert_close(whole, expected, rtol=0, atol=1e-5)
+        cache = DFlashDraftCache([draft.config.cache_window(i) for i in range(2)], capacity=8)
+        for begin, end in ((0, 9), (9, 10), (10, 20)):
+            piece = features[:, begin:end]
+            last = draft(noise_embeds=noise, context_hidden_states=piece, cache=cache).last_hidden_state[0]
+            cache.keep_context(end - begin)
+    torch.testing.assert_close(last, expected, rtol=0, atol=1e-5)
+
+
+def test_the_variants_differ():
+    """So that the comparison above can fail."""
+    torch.manual_seed(3)
+    features, noise = torch.randn(20, 96).double(), torch.randn(5, 32).double()
+    outputs = []
+    for variant in VARIANTS.values():
+        draft = tiny_drafter("mixed", **variant)
+        torch.manual_seed(4)
+        for name, parameter in draft.named_parameters():
+            if "sink" not in name and "bias" not in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+        with torch.no_grad():
+            outputs.append(naive_block(draft, features, noise))
+    for i, one in enumerate(outputs):
+        assert all((one - other).abs().max() > 1e-3 for other in outputs[:i])
+
+
 @pytest.mark.parametrize("shifted", [False, True])
 def test_which_outputs_predict(shifted):
     """By the words of the rule: slot k predicts the k-th token after the anchor, or the one after that."""
@@ -198,9 +248,10 @@ def test_which_outputs_predict(shifted):
     assert tokens[0].tolist() == [predictions[i] for i in sorted(predictions)] and len(predictions) == 3 + shifted
 
 
-def test_native_generation_refuses_what_it_would_run_as_another_model():
-    target, draft, ids = tiny_target(), tiny_drafter(sample_from_anchor=True), torch.arange(3, 20)[None]
-    with pytest.raises(ValueError, match=r"sample_from_anchor=True.*spec_generate"):
+@pytest.mark.parametrize("switch", ["sample_from_anchor", "window_from_anchor", "has_embed_tokens", "has_lm_head"])
+def test_native_generation_refuses_what_it_would_run_as_another_model(switch):
+    target, draft, ids = tiny_target(), tiny_drafter("sliding", **{switch: True}), torch.arange(3, 20)[None]
+    with pytest.raises(ValueError, match=rf"{switch}=True.*spec_generate"):
         target.generate(
             ids,
             attention_mask=torch.ones_like(ids),

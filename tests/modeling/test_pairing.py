@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from transformers import AutoModel, AutoModelForCausalLM
 
-from dflash.modeling.pairing_dflash import tokenizer_hash
+from dflash import DFlashDraftModel, check, generate
+from dflash.checkpoint import write_checkpoint
+from dflash.modeling.decoding_dflash import speculative_generate
+from dflash.modeling.pairing_dflash import report_pair, tokenizer_hash
 from families import build_target, exists
-from tiny import DEPTH, MASK, VOCAB, WIDTH, tiny_drafter, tiny_target, word_tokenizer
+from tiny import DEPTH, MASK, VOCAB, WIDTH, tiny_drafter, tiny_prompt, tiny_target, word_tokenizer
 
 SWITCH = "{% if enable_thinking is not defined or enable_thinking %}w3{% endif %}{{ messages[0]['content'] }}"
 
@@ -146,3 +150,54 @@ def test_the_text_holds_facts_settings_and_warnings():
         and 'rollback: 4 x "crop"' in text
     )
     assert "warning: mask_token_id 60" in text
+
+
+@pytest.fixture(scope="module")
+def misloaded(tmp_path_factory):
+    """A drafter's checkpoint as a user gets it who forgets `trust_remote_code=True`: by AutoModel, and with a head."""
+    folder = tmp_path_factory.mktemp("misloaded") / "draft"
+    write_checkpoint(tiny_drafter(dtype=torch.float32), folder)
+    return folder, [cls.from_pretrained(folder) for cls in (AutoModel, AutoModelForCausalLM)]
+
+
+def test_without_remote_code_a_checkpoint_is_another_model(misloaded):
+    """What the errors below are for; if this changes, so must they."""
+    folder, models = misloaded
+    assert [type(model).__name__ for model in models] == ["Qwen3Model", "Qwen3ForCausalLM"]
+    assert not any(hasattr(model, "fc") for model in models)
+    again = AutoModel.from_pretrained(folder)
+    assert not torch.equal(again.embed_tokens.weight, models[0].embed_tokens.weight), "random embeddings"
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["AutoModel", "AutoModelForCausalLM"])
+@pytest.mark.parametrize("use", ["report", "decode", "method", "probe", "command"])
+def test_a_drafter_loaded_without_remote_code_is_refused(misloaded, which, use):
+    """The error says what was loaded, why, and how to load it, whoever is given the wrong model."""
+    folder, models = misloaded
+    draft, target, ids = models[which], tiny_target(), tiny_prompt(4)
+    uses = {
+        "report": lambda: report_pair(draft, target),
+        "decode": lambda: speculative_generate(draft, target, ids),
+        "method": lambda: DFlashDraftModel.spec_generate(draft, target=target, input_ids=ids, max_new_tokens=2),
+        "probe": lambda: check.probe(target, draft, word_tokenizer(), ["w5"], check.CheckOptions()),
+        "command": lambda: generate.decode(target, draft, None, {}, generate.GenerateOptions(prompt="w5"), None),
+    }
+    with pytest.raises(ValueError, match="trust_remote_code=True") as error:
+        uses[use]()
+    text = str(error.value)
+    assert type(draft).__name__ in text and str(folder) in text and "random embeddings" in text
+    assert f"AutoModel.from_pretrained('{folder}', trust_remote_code=True)" in text
+    assert "DFlashDraftModel.from_pretrained" in text
+
+
+def test_a_drafter_as_target_is_refused(misloaded):
+    for model in misloaded[1]:
+        with pytest.raises(ValueError, match=r"the target is a drafter.*trust_remote_code=True"):
+            tiny_drafter().check_target(model)
+
+
+def test_what_never_was_a_drafter_is_refused():
+    with pytest.raises(ValueError, match="LlamaForCausalLM, but has to be a DFlashDraftModel"):
+        report_pair(tiny_target(), tiny_target())
+    with pytest.raises(ValueError, match="NoneType"):
+        speculative_generate(None, tiny_target(), tiny_prompt(3))

@@ -5,7 +5,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from dflash.modeling.decoding_dflash import chunks
-from dflash.modeling.target_dflash import _cache_argument
+from dflash.modeling.target_dflash import cache_argument
 from families import FAMILIES, build_target, exists
 from memory import LiveBytes
 from tiny import VOCAB, WIDTH, ScriptedDrafter, plain, tiny_drafter, tiny_prompt, tiny_target
@@ -81,7 +81,7 @@ def plain_peak(target, ids, size):
     """Peak of the target alone over the prompt, in pieces of `size`."""
     with torch.inference_mode(), LiveBytes() as memory:
         cache = DynamicCache(config=target.config)
-        name = _cache_argument(target)
+        name = cache_argument(target)
         for piece in ids.split(size, dim=1):
             target(piece, logits_to_keep=1, use_cache=True, **{name: cache})
     return memory.peak

@@ -7,6 +7,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from dflash.modeling.resume_dflash import shared_prefix
+from dflash.modeling.target_dflash import cache_argument
 from families import build_target, exists
 from tiny import VOCAB, WatchedDrafter, plain, tiny_drafter, tiny_prompt, tiny_target
 
@@ -138,7 +139,10 @@ def test_a_window_that_moved_on_cannot_go_back_before_it():
 def test_caches_of_something_else_are_refused():
     target, draft, ids = tiny_target(), tiny_drafter(cls=WatchedDrafter), tiny_prompt(9)
     bare = DynamicCache(config=target.config)
-    with pytest.raises(TypeError, match=r"DynamicCache, which lacks the drafter's context.*return_dict=True"):
+    plain(target, ids, 3, **{cache_argument(target): bare})
+    with pytest.raises(
+        ValueError, match=r"DynamicCache with 11 tokens, but lacks the drafter's context.*return_dict=True"
+    ):
         speak(draft, target, ids, 12, cache=bare)
     first, _ = speak(draft, target, ids, 12)
     with pytest.raises(ValueError, match="another target"):
