@@ -112,9 +112,12 @@ def read_settings(path) -> dict:
     """The settings in a YAML file.
 
     Raises:
-        ValueError: not a mapping, or a key that is no setting.
+        ValueError: not YAML, or not a mapping.
     """
-    settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    try:
+        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
     if settings is None:
         return {}
     if not isinstance(settings, dict):
@@ -203,5 +206,7 @@ def _check_numbers(config: TrainConfig) -> None:
     losses = (config.ce_weight, config.kl_weight, config.tv_weight)
     if min(losses) < 0 or not any(losses):
         raise ValueError(f"ce_weight, kl_weight and tv_weight must be at least 0, and not all 0; got {losses}")
+    if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
+        raise ValueError(f"betas must have 2 entries in 0..1, got {config.betas}")
     if config.eval_every < 0 or config.weight_decay < 0:
         raise ValueError(f"eval_every {config.eval_every} and weight_decay {config.weight_decay} must be at least 0")

@@ -9,6 +9,7 @@ from dflash.modeling.target_dflash import unwrap
 
 # What targets do to their head's output, by the key of their config that says so. `check_logits` proves it complete.
 _AFTER_HEAD = {
+    "output_multiplier": lambda logits, value: logits * value,
     "logits_scaling": lambda logits, value: logits / value,
     "logit_scale": lambda logits, value: logits * value,
     "lm_head_multiplier": lambda logits, value: logits * value,
