@@ -184,7 +184,9 @@ def _check_request(input_ids, generation_config, model_kwargs) -> torch.Tensor |
 
 def _cache_options(model_kwargs) -> dict:
     """Which cache to fill: the empty one that `generate` made, unless it is of the kind that is made anyway."""
-    made = next((model_kwargs[name] for name in ("cache", "past_key_values") if model_kwargs.get(name) is not None), None)
+    made = next(
+        (model_kwargs[name] for name in ("cache", "past_key_values") if model_kwargs.get(name) is not None), None
+    )
     if made is None or type(made) is DynamicCache:
         return {"cache": None, "cache_implementation": "dynamic"}
     return {"cache": made, "cache_implementation": None}
