@@ -101,7 +101,7 @@ def _introduction(config, facts: CardFacts) -> str:
     kind = "DFlash 2" if config.has_correction else "DFlash"
     rows = {
         "target": target,
-        "block size": f"{config.block_size} positions, of which the first is a known token; {config.proposals()} are drafted",
+        "block size": f"{config.block_size} positions, {config.proposals()} of them drafted",
         "layers": f"{config.num_hidden_layers}, {facts.parameters / 1e6:,.1f} M parameters, {config.dtype}",
         "target layers read": ", ".join(map(str, config.target_layer_ids)),
         "mask token": str(config.mask_token_id),
