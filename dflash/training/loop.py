@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from tqdm import tqdm
 
 from dflash.checkpoint import write_checkpoint
 from dflash.loading import say
@@ -108,10 +110,12 @@ class Trainer:
         """
         self._begin(resume)
         meter = Meter(self.draft_config.proposals())
-        with self._signals():
+        disable = None if self.main else True  # None: where the output is no terminal
+        with self._signals(), tqdm(total=self.steps, initial=self.step, unit="step", disable=disable) as bar:
             while self.step < self.steps and not self._stopping():
                 self._one_step(meter)
                 self.step += 1
+                bar.update()
                 if self.step % self.config.log_every == 0 or self.step == self.steps:
                     self._log(meter.flush())
                 if self.config.eval_every and self.step % self.config.eval_every == 0 and self.step < self.steps:
@@ -224,7 +228,8 @@ class Trainer:
             return
         with (self.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        say(" ".join(f"{key} {_short(value)}" for key, value in line.items() if not isinstance(value, list)))
+        words = (f"{key} {_short(value)}" for key, value in line.items() if not isinstance(value, list))
+        tqdm.write(" ".join(words), file=sys.stderr)
         if self.config.report_to:
             self.accelerator.log(_flat({key: value for key, value in line.items() if key != "step"}), step=self.step)
 

@@ -35,6 +35,7 @@ def train(config: TrainConfig, resume: bool = False) -> TrainResult:
     check_pair(draft.config, target)
     documents = load_documents(config, target, tokenizer)
     source = make_source(config, draft.config, target, tokenizer)
+    draft.config.provenance = provenance(config, draft.config, target, tokenizer)
     evaluate = make_evaluation(config, target, tokenizer)
     trainer = Trainer(config, draft, target, documents, source, evaluate, accelerator)
     return trainer.run(resume)
@@ -72,6 +73,25 @@ def load_documents(config: TrainConfig, target, tokenizer):
     elif problems := differences(record, identify(target, tokenizer)):
         raise ValueError(f"{config.documents} was not written by this target: {'; '.join(problems)}")
     return documents
+
+
+def provenance(config: TrainConfig, draft_config, target, tokenizer) -> dict:
+    """What the drafter's config says of its training: that of an earlier run, and what this one knows.
+
+    A target in a local folder is not named, as its path means nothing elsewhere.
+    """
+    found = identify(target, tokenizer)
+    record = read_sidecar(config.documents) or {}
+    known = {
+        "target": None if Path(config.target).exists() else config.target,
+        "target_revision": found["target_revision"],
+        "target_weights_hash": found["target_weights_hash"],
+        "target_tokenizer_hash": found["target_tokenizer_hash"],
+        "template_hash": found["template_hash"],
+        "thinking_mode": record.get("thinking_mode"),
+    }
+    earlier = getattr(draft_config, "provenance", None) or {}
+    return {**earlier, **{name: value for name, value in known.items() if value is not None}}
 
 
 def make_source(config: TrainConfig, draft_config, target, tokenizer):

@@ -4,17 +4,16 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-PROGRAM = str(Path(__file__).parents[1] / "toy_run.py")
+import toy_run
+
+PROGRAM = toy_run.__file__
 SETTINGS = {"max_steps": 6, "log_every": 1, "batch_size": 8, "micro_batch_size": 4, "save_every": 1}
 
 
@@ -43,7 +42,7 @@ def weights(output):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     output = tmp_path_factory.mktemp("alone")
-    finish(start(output))
+    toy_run.run(str(output), SETTINGS, [])
     return output
 
 
@@ -62,30 +61,23 @@ def test_sharded_weights_give_the_losses_of_one_process_and_are_resumed_by_one(a
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-5)
     shutil.rmtree(tmp_path / "final")
     shutil.rmtree(tmp_path / "states" / "step-00000006")
-    finish(start(tmp_path, "--resume"))
+    toy_run.run(str(tmp_path), SETTINGS, ["--resume"])
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-5)
     for name, tensor in weights(tmp_path).items():
         assert torch.allclose(tensor, weights(alone)[name], atol=1e-4), name
 
 
 def test_a_killed_run_goes_on_to_the_same_weights(alone, tmp_path):
-    """Killed at random moments, of which some are in the middle of writing a state."""
-    states, chance, kills = tmp_path / "states", random.Random(0), 0
-    deadline = time.monotonic() + 200
-    for wanted in (1, 3):
-        process = start(tmp_path, "--resume")
-        while process.poll() is None and time.monotonic() < deadline:
-            steps = [int(path.name[5:]) for path in states.glob("step-*")] if states.exists() else []
-            if steps and max(steps) >= wanted:
-                time.sleep(chance.random() * 0.2)
-                process.send_signal(signal.SIGKILL)
-                break
-            time.sleep(0.01)
-        process.communicate()
-        kills += process.returncode == -signal.SIGKILL
-    assert kills == 2
-    finish(start(tmp_path, "--resume"))
+    deaths = [f"{place}:{step}" for place, step in random_deaths(random.Random(0))]
+    output = finish(start(tmp_path, *deaths))
+    assert output.count("died in") == 5
     assert losses(tmp_path) == losses(alone)
     for name, tensor in weights(tmp_path).items():
         assert torch.equal(tensor, weights(alone)[name]), name
     assert not list(tmp_path.rglob(".*.new"))
+
+
+def random_deaths(chance: random.Random) -> list[tuple[str, int]]:
+    """Every kind of death, after steps that grow."""
+    steps = sorted(chance.choices(range(1, 6), k=5))
+    return list(zip(chance.sample(["step", "writing", "moving", "step", "writing"], 5), steps, strict=True))

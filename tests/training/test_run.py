@@ -9,12 +9,13 @@ from transformers import AutoModelForCausalLM
 
 from dflash import DFlashDraftModel
 from dflash.cli import main
+from dflash.modeling.pairing_dflash import tokenizer_hash
 from dflash.training.config import build_config, read_settings
 from dflash.training.documents import Document, format_document
 from dflash.training.initialise import copy_target_layers
-from dflash.training.run import load_drafter
+from dflash.training.run import make_drafter
 from families import build_target
-from tiny import drafter_settings, tiny_drafter, tiny_prompt, tiny_target
+from tiny import drafter_settings, tiny_drafter, tiny_prompt, tiny_target, word_tokenizer
 
 
 @pytest.fixture
@@ -57,6 +58,8 @@ def test_a_run_from_files(settings, tmp_path, capsys):
     assert len([tau for tau in taus if tau is not None and tau >= 1.0]) == 2
     for name in ("best", "final"):
         drafter = DFlashDraftModel.from_pretrained(run / name, dtype="auto")
+        assert drafter.config.provenance["target_tokenizer_hash"] == tokenizer_hash(word_tokenizer())
+        assert "target" not in drafter.config.provenance  # a local folder
         assert drafter.dtype == torch.bfloat16 and (run / name / "modeling_dflash.py").exists()
         target = AutoModelForCausalLM.from_pretrained(build_config(read_settings(settings)).target).eval()
         output = drafter.float().spec_generate(target, tiny_prompt(5), max_new_tokens=4, return_dict=True)
@@ -86,14 +89,14 @@ def test_cached_features_train_as_online_ones(settings, tmp_path):
 def test_going_on_from_a_drafter(settings, tmp_path, pair):
     values = {name: value for name, value in read_settings(settings).items() if name != "draft_config"}
     config = build_config({**values, "init_from": pair[3]})
-    own, given = load_drafter(config, None), DFlashDraftModel.from_pretrained(pair[3])
+    own, given = make_drafter(config, tiny_target()), DFlashDraftModel.from_pretrained(pair[3])
     assert own.dtype == torch.float32
     assert all(torch.equal(a, b.float()) for a, b in zip(own.parameters(), given.parameters(), strict=True))
 
 
 def test_a_new_drafter_depends_on_the_seed(settings):
     values = read_settings(settings)
-    first, same, other = (load_drafter(build_config({**values, "seed": seed}), None) for seed in (0, 0, 1))
+    first, same, other = (make_drafter(build_config({**values, "seed": seed}), None) for seed in (0, 0, 1))
     assert torch.equal(first.fc.weight, same.fc.weight) and not torch.equal(first.fc.weight, other.fc.weight)
 
 
