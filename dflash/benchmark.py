@@ -59,7 +59,7 @@ def run(options: BenchmarkOptions) -> int:
     """Runs the command; 0, or 3 if greedy tokens in float32 are not those of plain decoding."""
     domains = read_domains(options.prompts, options.limit)
     target, draft, tokenizer = load(options)
-    block = options.block_size or draft.config.block_size
+    block = draft.config.proposals(options.block_size) + 1
     answers = evaluate(draft, target, tokenizer, domains, options)
     results = results_of(answers, block)
     report = {**describe(draft, target, tokenizer, options), "results": results, "texts": [_text(a) for a in answers]}

@@ -101,7 +101,7 @@ def _introduction(config, facts: CardFacts) -> str:
     kind = "DFlash 2" if config.has_correction else "DFlash"
     rows = {
         "target": target,
-        "block size": f"{config.block_size}: one known token and {config.block_size - 1} drafted ones",
+        "block size": f"{config.block_size} positions, {config.proposals()} of them drafted",
         "layers": f"{config.num_hidden_layers}, {facts.parameters / 1e6:,.1f} M parameters, {config.dtype}",
         "target layers read": ", ".join(map(str, config.target_layer_ids)),
         "mask token": str(config.mask_token_id),
@@ -151,7 +151,7 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_t
 
 
 def _servers(config, facts: CardFacts) -> str:
-    drafted = config.block_size - 1
+    drafted = config.proposals()
     settings = json.dumps({"method": "dflash", "model": facts.repo, "num_speculative_tokens": drafted})
     tensorrt = f"""
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from dflash import prompts
 from dflash.loading import PairOptions, draft_name, encode, load, load_draft, say
 from dflash.modeling.pairing_dflash import check_drafter
 from dflash.remote_code import CodeReport, report_code
@@ -88,7 +89,7 @@ def run(options: CheckOptions) -> int:
     """Runs the command; 0, 1 if the pair cannot work, 3 if decoding in blocks differs by more than rounding."""
     if options.draft and not options.target:
         return show(options, code_of(load_draft(options), options))
-    prompts = read_prompts(Path(options.prompts)) if options.prompts else list(PROMPTS)
+    texts = read_prompts(Path(options.prompts)) if options.prompts else list(PROMPTS)
     target, draft, tokenizer = load(options)
     code = code_of(draft, options)
     try:
@@ -100,7 +101,7 @@ def run(options: CheckOptions) -> int:
         return 1
     if not options.json:
         print(pair, flush=True)
-    report = probe(target, draft, tokenizer, prompts, options) if options.probe else None
+    report = probe(target, draft, tokenizer, texts, options) if options.probe else None
     return show(options, code, pair, report, tokenizer)
 
 
@@ -120,39 +121,16 @@ def show(options: CheckOptions, code: CodeReport, pair=None, report=None, tokeni
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a JSONL file: `prompt`, or the first of `turns`; blank lines are skipped.
-
-    Raises:
-        ValueError: a line has neither, or there is none.
-    """
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if line.strip():
-            prompts.append(_prompt(line, f"{path.name} line {number}"))
-    if not prompts:
-        raise ValueError(f"{path.name} has no line with a prompt")
-    return prompts
+    """What is asked first in each row of a JSONL file; see `dflash.prompts.read_prompts`."""
+    return [prompt.messages[-1]["content"] for prompt in prompts.read_prompts(path)]
 
 
-def _prompt(line: str, where: str) -> str:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from error
-    entry = entry if isinstance(entry, dict) else {}
-    turns = entry.get("turns")
-    prompt = entry.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(f"{where} needs `prompt`, a text, or `turns`, a list that starts with one; it is {line}")
-    return prompt
-
-
-def probe(target, draft, tokenizer, prompts: list[str], options: CheckOptions) -> ProbeReport:
+def probe(target, draft, tokenizer, texts: list[str], options: CheckOptions) -> ProbeReport:
     """Decodes each prompt in blocks, then follows the same text one by one, and compares the logits."""
     check_drafter(draft)
     emitted, slots, found, difference, count = [], [], [], 0.0, 0
-    for i, prompt in enumerate(prompts):
-        say(f"probing prompt {i + 1} of {len(prompts)}")
+    for i, prompt in enumerate(texts):
+        say(f"probing prompt {i + 1} of {len(texts)}")
         ids = encode(tokenizer, prompt, options, target.device)["input_ids"]
         text = decode_in_blocks(target, draft, ids, options.max_new_tokens, options.block_size)
         steps = decode_one_by_one(target, ids, text.tokens)
@@ -160,7 +138,7 @@ def probe(target, draft, tokenizer, prompts: list[str], options: CheckOptions) -
         difference = max(difference, largest_difference(text.logits, steps))
         emitted, slots, count = emitted + text.emitted, slots + text.slots, count + len(text.tokens)
     return ProbeReport(
-        prompts=len(prompts),
+        prompts=len(texts),
         new_tokens=count,
         rounds=len(emitted),
         tau=sum(emitted) / len(emitted) if emitted else None,

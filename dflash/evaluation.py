@@ -103,7 +103,7 @@ def decode(draft, target, input_ids: torch.Tensor, settings: Decoding, seed: int
     tokens = output.sequences[0, input_ids.shape[1] :].tolist()
     seconds = time.perf_counter() - begin
     emitted = output.emitted[0].tolist()
-    slots = slots_of(emitted, settings.block_size or draft.config.block_size, settings.max_new_tokens)
+    slots = slots_of(emitted, draft.config.proposals(settings.block_size) + 1, settings.max_new_tokens)
     if not settings.compare:
         return Decoded(tokens, emitted, slots, seconds)
     prompt = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
@@ -114,6 +114,8 @@ def decode(draft, target, input_ids: torch.Tensor, settings: Decoding, seed: int
 
 def slots_of(emitted: list[int], block: int, max_new_tokens: int) -> list[tuple[int, int]]:
     """Draft tokens (accepted, tried) of each round, from the tokens that each emitted and the budget of the call.
+
+    `block` is how many positions a round verifies.
 
     A text that ended before its budget ended with a stop token: what its last round accepted after it is not known.
     """
@@ -164,7 +166,7 @@ def real_tau(
     ]
     if not decoded:
         raise ValueError("no prompts to decode")
-    tau = score(decoded, block_size or draft.config.block_size).tau
+    tau = score(decoded, draft.config.proposals(block_size) + 1).tau
     return 1.0 if tau is None else tau
 
 

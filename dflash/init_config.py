@@ -1,6 +1,5 @@
 """`dflash init-config`: a config for a new drafter, to look at, edit and train with."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,10 +37,12 @@ def run(options: InitConfigOptions) -> int:
         mask_token_id=options.mask_token_id,
         sliding_window=options.sliding_window,
     )
-    text = json.dumps(config.to_dict(), indent=2, sort_keys=True)
-    if options.output:
-        with Path(options.output).open("x", encoding="utf-8") as file:
-            file.write(text + "\n")
-    else:
-        print(text)
+    text = config.to_json_string()
+    if not options.output:
+        print(text, end="")
+        return 0
+    path = Path(options.output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
     return 0

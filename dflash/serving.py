@@ -119,7 +119,7 @@ def _require_config(entry: Entry) -> None:
 
 def vllm(drafter: Drafter) -> Serving:
     """vLLM's `--speculative-config`."""
-    drafted = drafter.config.block_size - 1
+    drafted = drafter.config.proposals()
     settings = {"method": "dflash", "model": drafter.name, "num_speculative_tokens": drafted}
     problems, warnings = [], _unread_scales(drafter, "vLLM")
     if drafter.drafts_from_anchor:
@@ -162,7 +162,7 @@ def sglang(drafter: Drafter) -> Serving:
     if all(drafter.slides) or drafter.config.is_causal:
         backends += ", or trtllm_mha"
     notes = [
-        f"its {drafter.config.block_size} draft tokens count the anchor: {drafter.config.block_size - 1} are drafted",
+        f"its {drafter.config.block_size} draft tokens count the anchor: {drafter.config.proposals()} are drafted",
         "it runs on CUDA, NPU and XPU, not on a CPU, and without pipeline parallelism",
         f"the drafter's attention backend has to be {backends}",
     ]
@@ -173,7 +173,7 @@ def sglang(drafter: Drafter) -> Serving:
 
 def trtllm(drafter: Drafter) -> Serving:
     """TensorRT-LLM's `DFlashDecodingConfig`, as JSON, which is YAML too."""
-    drafted = drafter.config.block_size - 1
+    drafted = drafter.config.proposals()
     settings = {"decoding_type": "DFlash", "max_draft_len": drafted, "speculative_model": drafter.name}
     problems, warnings = _target_parts_only(drafter), _unread_scales(drafter, "TensorRT-LLM")
     if drafter.config.has_correction:

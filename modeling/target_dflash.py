@@ -31,6 +31,9 @@ def check_capabilities(target) -> None:
         raise ValueError(f"the target is a drafter: {misloaded(model)}")
     if getattr(model.config, "is_encoder_decoder", False) or not hasattr(model, "get_decoder"):
         raise ValueError(f"{name} is not a decoder-only language model; only such targets are supported")
+    adapter = getattr(getattr(target, "_orig_mod", target), "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise ValueError(f"{name} has an adapter that puts virtual tokens before the text; only others are supported")
     if model.get_output_embeddings() is None:
         raise ValueError(f"{name} has no language model head; load the target with AutoModelForCausalLM")
     cache_argument(target)
@@ -205,6 +208,12 @@ class TargetSession:
                 f"the target's cache went from {before} to {self.length} positions on {count} tokens, so it cannot "
                 "decode (is it in training mode with gradient checkpointing?)"
             )
+        for tap, hidden in self._taps.items():
+            if hidden.dim() != 3:
+                raise ValueError(
+                    f"{type(self.model).__name__}'s layer {tap} gives {list(hidden.shape)}, not one vector per token "
+                    "[N, n, H], so its taps cannot be read; not supported"
+                )
         features = torch.cat([self._taps[tap].to(self.device) for tap in self.target_layer_ids], dim=-1)
         self._taps.clear()
         return output.logits.to(self.device), features

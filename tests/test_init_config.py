@@ -17,9 +17,9 @@ def test_what_is_printed_can_be_loaded(pair, capsys, tmp_path):
     code, out, _ = run(capsys, pair[1], *options)
     config = DFlashConfig(**json.loads(out))
     assert code == 0 and config.target_layer_ids == [0, 3] and config.num_hidden_layers == 2 and config.block_size == 8
-    assert run(capsys, pair[1], *options, "--output", str(tmp_path / "config.json"))[1] == ""
-    assert (tmp_path / "config.json").read_text() == out
-    assert DFlashConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
+    assert run(capsys, pair[1], *options, "--output", str(tmp_path / "new" / "config.json"))[1] == ""
+    assert (tmp_path / "new" / "config.json").read_text() == out and "LABEL" not in out
+    assert DFlashConfig.from_pretrained(tmp_path / "new").to_dict() == config.to_dict()
 
 
 def test_nothing_is_overwritten(pair, capsys, tmp_path):

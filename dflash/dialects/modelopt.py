@@ -33,6 +33,21 @@ def read(settings: dict, tensors: dict, findings) -> tuple[dict, dict]:
     return {**settings, "dflash_config": nested}, tensors
 
 
+def check_embedding(target, given: dict | None, findings) -> None:
+    """Warns if the target's embedding module scales its rows, which drafters of this project are then trained on.
+
+    Serving engines disagree about it, and the file does not say; `given` are the settings that the user adds.
+    """
+    embedding = target.get_input_embeddings() if hasattr(target, "get_input_embeddings") else None
+    scale = getattr(embedding, "scalar_embed_scale", 1.0)
+    if scale != 1.0 and "input_embedding_scale" not in (given or {}):
+        findings.warn(
+            f"Model-Optimizer trains on the target's embedding module, which multiplies its rows by {scale:g}; the "
+            f"file does not say so, and raw rows are used. Pass settings={{'input_embedding_scale': {scale:g}}} or "
+            "1.0, whichever is accepted more"
+        )
+
+
 def _windows(settings: dict, use_window, window, findings) -> None:
     if use_window is not True:
         if window is not None:

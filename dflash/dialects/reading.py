@@ -83,6 +83,8 @@ def interpret(raw: dict, tensors: dict, findings: Findings, target=None, setting
         reader = next(reader for reader in READERS if reader.matches(raw, set(tensors)))
         canonical, tensors = reader.read(raw, tidy(tensors, findings), findings)
         canonical = _complete(canonical, target, reader, raw, settings)
+        if reader is modelopt:
+            modelopt.check_embedding(target, settings, findings)
         findings.settle()
         config = DFlashConfig(**{key: value for key, value in canonical.items() if key != "auto_map"})
         tensors = split_fused(tensors, canonical, findings)

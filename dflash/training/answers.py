@@ -156,10 +156,12 @@ class BatchAnswerer:
             pad_token_id=self.stops[0],
             **sampling,
         )
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(self.settings.seed + number)
-            output = self.target.generate(
-                ids.to(self.device), attention_mask=mask.to(self.device), generation_config=config
-            )
+        kept = self.target.generation_config
+        self.target.generation_config = config  # `generate` would take from there what the given one does not say
+        try:
+            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+                torch.manual_seed(self.settings.seed + number)
+                output = self.target.generate(ids.to(self.device), attention_mask=mask.to(self.device))
+        finally:
+            self.target.generation_config = kept
         return output[:, width:].tolist()

@@ -141,6 +141,8 @@ def generate_prepared(
         max_length=None,
         stop_token_ids=list(stops or ()),
         prefill_chunk_size=getattr(generation_config, "prefill_chunk_size", None),
+        cache_config=None,
+        **_cache_options(model_kwargs),
         **options,
     )
     if wants_dict:
@@ -161,10 +163,10 @@ def _check_request(input_ids, generation_config, model_kwargs) -> torch.Tensor |
         raise ValueError(f"the prompt has to be input_ids alone; not supported: {', '.join(foreign)}")
     for name in ("cache", "past_key_values"):
         cache = model_kwargs.get(name)
-        if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length()):
+        if cache is not None and cache.get_seq_length():
             raise ValueError(
-                f"{name} is a {type(cache).__name__} of {cache.get_seq_length()} tokens; the decode loop keeps an "
-                "own DynamicCache. spec_generate(cache=...) continues a conversation"
+                f"{name} is a {type(cache).__name__} of {int(cache.get_seq_length())} tokens, of which the drafter has "
+                "no context; spec_generate(cache=...) continues a conversation"
             )
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     length = input_ids.shape[1] if mask is None else int(mask[0].sum())
@@ -178,6 +180,16 @@ def _check_request(input_ids, generation_config, model_kwargs) -> torch.Tensor |
         if not (positions[..., positions.shape[-1] - length :] == plain).all():
             raise ValueError(f"position_ids have to count from 0 after the padding, got {positions.tolist()}")
     return mask
+
+
+def _cache_options(model_kwargs) -> dict:
+    """Which cache to fill: the empty one that `generate` made, unless it is of the kind that is made anyway."""
+    made = next(
+        (model_kwargs[name] for name in ("cache", "past_key_values") if model_kwargs.get(name) is not None), None
+    )
+    if made is None or type(made) is DynamicCache:
+        return {"cache": None, "cache_implementation": "dynamic"}
+    return {"cache": made, "cache_implementation": None}
 
 
 def _is_pointwise(processors, generation_config) -> bool:

@@ -176,6 +176,30 @@ def test_all_problems_are_named_at_once_and_can_be_warnings():
     assert len(caught) == 4 and "gate_type" in str(caught[0].message) and "fc.weight" not in checkpoint.tensors
 
 
+def test_a_file_that_lacks_a_tensor_loads_only_when_not_strict(tmp_path):
+    sample = zlab()
+    sample.tensors.pop("layers.1.mlp.up_proj.weight")
+    folder = write(sample, tmp_path / "draft")
+    with pytest.raises(ValueError, match=r"files lack: layers\.1\.mlp\.up_proj\.weight"):
+        load_drafter(folder)
+    with pytest.warns(UserWarning, match=r"files lack: layers\.1\.mlp\.up_proj\.weight"):
+        draft = load_drafter(folder, strict=False)
+    assert torch.equal(draft.fc.weight, sample.tensors["fc.weight"])
+
+
+def test_an_embedding_that_scales_its_rows_is_a_question():
+    target, sample = tiny_target(hidden_size=WIDTH, vocab_size=VOCAB, num_hidden_layers=DEPTH), SAMPLES["modelopt"]()
+    target.get_input_embeddings().scalar_embed_scale = 4.0
+    with pytest.warns(UserWarning, match="input_embedding_scale': 4"):
+        interpret(sample.settings, sample.tensors, Findings("here"), target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        given = {"input_embedding_scale": 4.0}
+        config = interpret(sample.settings, sample.tensors, Findings("here"), target, given).config
+        assert config.input_embedding_scale == 4.0
+        interpret(SAMPLES["zlab"]().settings, SAMPLES["zlab"]().tensors, Findings("here"), target)
+
+
 def test_what_a_format_does_not_say_is_asked_for():
     sample = SAMPLES["speculators_full"]()
     with pytest.raises(ValueError, match=r"speculators.*num_target_layers.*target="):

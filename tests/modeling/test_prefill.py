@@ -112,6 +112,21 @@ def test_memory_of_a_long_prompt(family):
     assert max(whole.tallest, parts.tallest) <= max(WIDTH, draft.config.block_size)  # no logits of the prompt
 
 
+def test_memory_of_a_very_long_prompt():
+    """8k tokens in chunks: the same bound, and a fraction of what all hidden states would hold."""
+    tokens, chunk = 8192, 1024
+    changes = {"dtype": torch.float32, "max_position_embeddings": tokens + 64, "num_hidden_layers": 2}
+    dflash = {"mask_token_id": 60, "target_layer_ids": [0, 1]}
+    target = tiny_target("qwen3_sliding", use_sliding_window=True, sliding_window=64, max_window_layers=0, **changes)
+    draft = tiny_drafter(
+        dtype=torch.float32, max_position_embeddings=tokens + 64, num_target_layers=2, dflash_config=dflash
+    )
+    ids = tiny_prompt(tokens)
+    parts = spec_peak(draft, target, ids, chunk)
+    context = 2 * draft.config.num_hidden_layers * (tokens + 256) * 16 * 4
+    assert parts.peak <= 1.1 * (plain_peak(target, ids, chunk) + chunk * 2 * WIDTH * 4 + context)
+
+
 @pytest.mark.parametrize("size", [0, -3, 2.0, True, "8"])
 def test_wrong_sizes_are_named(size):
     with pytest.raises(ValueError, match=r"prefill_chunk_size.*got"):

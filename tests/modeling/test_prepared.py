@@ -237,8 +237,6 @@ def test_what_cannot_be_done_is_named():
         plain(target, ids.repeat(2, 1), 5, **method)
     with pytest.raises(ValueError, match="output_hidden_states"):
         plain(target, ids, 5, return_dict_in_generate=True, output_hidden_states=True, **method)
-    with pytest.raises(ValueError, match="StaticCache"):
-        plain(target, ids, 5, cache_implementation="static", **method)
     with pytest.raises(ValueError, match="assisted_generation"):
         plain(target, ids, 5, prompt_lookup_num_tokens=3, **method)
     with pytest.raises(ValueError, match="draft_temperature"):
@@ -250,6 +248,16 @@ def test_what_cannot_be_done_is_named():
     embeds = target.get_input_embeddings()(ids)
     with pytest.raises(ValueError, match="inputs_embeds"):
         target.generate(inputs_embeds=embeds, max_new_tokens=4, do_sample=False, **method)
+
+
+def test_a_static_cache_is_filled():
+    target, ids = tiny_target(), tiny_prompt(5)
+    expected = plain(target, ids, 20)
+    draft = scripted(expected, lambda i: [None, 2, 0][i % 3])
+    kept = {"cache_implementation": "static", "return_dict_in_generate": True}
+    output = plain(target, ids, 20, custom_generate=draft.custom_generate, **kept)
+    assert torch.equal(output.sequences, expected) and len(output.emitted) < 19
+    assert type(output.cache.target_cache).__name__ == "StaticCache"
 
 
 def test_a_cache_of_the_caller_is_refused():

@@ -105,8 +105,14 @@ def test_no_prompts():
     assert list(ContinuousAnswerer(target_with_stop(), AnswerSettings(), 4)([])) == []
 
 
-def test_what_the_generation_config_asks_for_in_vain_is_said(capsys):
+@pytest.mark.parametrize("kind", [ContinuousAnswerer, BatchAnswerer])
+def test_what_the_generation_config_asks_for_besides_is_not_done(kind, capsys):
+    """As in `spec_generate`: a drafter is not trained on texts of another distribution than it is used for."""
     target = target_with_stop()
-    target.generation_config.repetition_penalty = 1.3
+    answers = expected(target)
+    changes = {"repetition_penalty": 5.0, "do_sample": True, "top_k": 3, "no_repeat_ngram_size": 2, "min_length": 30}
+    target.generation_config.update(**changes)
+    found = kind(target, AnswerSettings(max_new_tokens=12), 4)(prompts())
+    assert [answer for _, answer in sorted(found, key=lambda pair: pair[0])] == answers
     transformers_answerer(target, AnswerSettings())
     assert "repetition_penalty" in capsys.readouterr().err
