@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -271,6 +272,8 @@ class Trainer:
         exported.load_state_dict(whole.state_dict())
         exported.to(getattr(torch, self.config.save_dtype))
         place, staged, old = (self.output / stem for stem in (name, f".{name}.new", f".{name}.old"))
+        if old.exists() and not place.exists():  # killed between the two moves below
+            os.rename(old, place)
         for path in (staged, old):
             shutil.rmtree(path, ignore_errors=True)
         write_checkpoint(exported, staged)
@@ -287,14 +290,18 @@ class Trainer:
 
     @contextlib.contextmanager
     def _signals(self):
-        """Within this context SIGTERM and SIGINT end the run after its current step, with a state to resume from."""
+        """Within this context SIGTERM and SIGINT end the run after its current step, with a state to resume from.
+
+        Python lets only the main thread set that up; in another, signals do what they did.
+        """
 
         def note(number, frame):
             if self.stop_signal is not None and number == signal.SIGINT:
                 raise KeyboardInterrupt
             self.stop_signal = number
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        handled = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+        before = {number: signal.signal(number, note) for number in handled}
         try:
             yield
         finally:

@@ -1,10 +1,14 @@
 """Figures of a run, from sums that processes and steps add up."""
 
-import resource
 import sys
 import time
 
 import torch
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 SCALARS = ("loss", "weight", "cross_entropy", "rows", "emitted", "blocks")
 COUNTS = ("tokens", "covered", "supervised")
@@ -96,9 +100,11 @@ class Meter:
 
 
 def peak_memory() -> int:
-    """Bytes that this process had at most: on its GPU, or else in main memory."""
+    """Bytes that this process had at most: on its GPU, or else in main memory; 0 where the system does not tell."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
+    if resource is None:
+        return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

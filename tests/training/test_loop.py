@@ -6,9 +6,11 @@ import signal
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from dflash import DFlashDraftModel
+from dflash.training import loop
 from dflash.training.features import TargetStates
 from dflash.training.loop import Trainer
 from toy import WORDS, speak, toy_config, toy_documents, toy_drafter, toy_source, toy_target
@@ -199,3 +201,41 @@ def test_documents_longer_than_the_drafter_are_shortened(tmp_path):
     assert {len(document.input_ids) for document in run.stream.documents} == {10}
     with pytest.raises(ValueError, match="max_length 513 exceeds the drafter's max_position_embeddings, 512"):
         trainer(tmp_path, max_length=513)
+
+
+@pytest.fixture
+def fresh_accelerate():
+    """Accelerate settles its precision once per process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_autocast_keeps_float32_weights_and_trains(tmp_path):
+    run = trainer(tmp_path, max_steps=20, log_every=5, mixed_precision="bf16")
+    seen = []
+    hook = run.model.draft.layers[0].mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    run.run()
+    hook.remove()
+    assert set(seen) == {torch.bfloat16}
+    assert {parameter.dtype for parameter in run.model.parameters()} == {torch.float32}
+    first, *_, last = metrics(tmp_path)
+    assert last["cross_entropy"] < first["cross_entropy"] - 0.3
+
+
+def test_a_drafter_that_was_being_replaced_is_not_lost(tmp_path):
+    run = trainer(tmp_path, max_steps=1)
+    run.run()
+    (tmp_path / "final").rename(tmp_path / ".final.old")  # as a kill between the two moves leaves it
+    listed = []
+    write = loop.write_checkpoint
+
+    def watched(model, folder):
+        listed.append((tmp_path / "final" / "config.json").exists())
+        return write(model, folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "write_checkpoint", watched)
+        run._write_drafter("final")
+    assert listed == [True] and not list(tmp_path.glob(".final*"))
