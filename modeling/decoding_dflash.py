@@ -112,7 +112,9 @@ def speculative_generate(
     sampler = sampler or Sampler(**options)
     if ignored:
         warnings.warn(
-            f"not applied, though the target's generation config asks for it: {', '.join(ignored)}", stacklevel=3
+            f"not applied, though the target's generation config asks for it: {', '.join(ignored)}; "
+            "target.generate(..., custom_generate=draft.custom_generate) applies it",
+            stacklevel=3,
         )
     if cache is not None:
         take_cache(cache, draft, target, prompt)

@@ -1,9 +1,5 @@
 """DFlash drafter: a Qwen3-shaped decoder whose keys and values also come from a target's hidden states."""
 
-import inspect
-import shutil
-from pathlib import Path
-
 import torch
 from torch import nn
 from torch.nn import functional
@@ -22,9 +18,9 @@ from .cache_dflash import DFlashDraftCache
 from .configuration_dflash import DFlashConfig
 from .correction_dflash import DFlashBlockConv, DFlashCandidateSelector
 from .decoding_dflash import speculative_generate
-from .generate_dflash import generate
 from .pairing_dflash import PairReport, report_pair
 from .prepared_dflash import generate_prepared
+from .publishing_dflash import DFlashPublishing
 from .sampling_dflash import DraftProposal
 
 
@@ -177,7 +173,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
             nn.init.zeros_(module.successor_codebook)
 
 
-class DFlashDraftModel(DFlashPreTrainedModel):
+class DFlashDraftModel(DFlashPublishing, DFlashPreTrainedModel):
     """A DFlash drafter (arXiv 2602.06036). It has no embedding and no head: it borrows the target's."""
 
     _auto_class = "AutoModel"
@@ -211,19 +207,6 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if found:
             raise ValueError(f"{pretrained_model_name_or_path}: config.json and weights disagree. {found}")
         return (model, info) if wants_info else model
-
-    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, push_to_hub=False, **kwargs):
-        """As in Transformers; the folder also gets `custom_generate/generate.py`, so that it is complete."""
-        details = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
-        details = {name: kwargs.pop(name) for name in details if name in kwargs}
-        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
-        if is_main_process:
-            path = Path(save_directory) / "custom_generate" / "generate.py"
-            path.parent.mkdir(exist_ok=True)
-            shutil.copyfile(inspect.getsourcefile(generate), path)
-        if push_to_hub:
-            repo_id = details.pop("repo_id", None) or Path(save_directory).name
-            self.push_to_hub(repo_id, token=kwargs.get("token"), **details)
 
     def forward(
         self,
