@@ -58,6 +58,11 @@ def run(options: PushOptions) -> int:
     return 0
 
 
+def push_to_hub(draft, repo: str, **options) -> None:
+    """Publishes a drafter that is in memory (`DFlashDraftModel`); options are those of `PushOptions`."""
+    publish(draft, PushOptions(repo=repo, **options))
+
+
 def publish(draft, options: PushOptions) -> None:
     """Assembles a drafter's folder, proves it, prints its files, and then uploads it, or keeps it, or both.
 

@@ -1,9 +1,5 @@
 """DFlash drafter: a Qwen3-shaped decoder whose keys and values also come from a target's hidden states."""
 
-import inspect
-import shutil
-from pathlib import Path
-
 import torch
 from torch import nn
 from torch.nn import functional
@@ -22,10 +18,10 @@ from .cache_dflash import DFlashDraftCache
 from .configuration_dflash import DFlashConfig
 from .correction_dflash import DFlashBlockConv, DFlashCandidateSelector
 from .decoding_dflash import speculative_generate
-from .generate_dflash import generate
 from .native_dflash import check_native
 from .pairing_dflash import PairReport, report_pair
 from .prepared_dflash import generate_prepared
+from .publishing_dflash import DFlashPublishing
 from .resume_dflash import one_cache
 from .sampling_dflash import DraftProposal
 from .vocabulary_dflash import add_own_parts, check_vocabulary, in_target_vocabulary
@@ -198,7 +194,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
             nn.init.zeros_(module.attention_sink_bias)
 
 
-class DFlashDraftModel(DFlashPreTrainedModel):
+class DFlashDraftModel(DFlashPublishing, DFlashPreTrainedModel):
     """A DFlash drafter (arXiv 2602.06036). It borrows the target's embedding and head, unless it brings its own."""
 
     _auto_class = "AutoModel"
@@ -234,19 +230,6 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             raise ValueError(f"{pretrained_model_name_or_path}: config.json and weights disagree. {found}")
         model.check_tensors()
         return (model, info) if wants_info else model
-
-    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, push_to_hub=False, **kwargs):
-        """As in Transformers; the folder also gets `custom_generate/generate.py`, so that it is complete."""
-        details = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
-        details = {name: kwargs.pop(name) for name in details if name in kwargs}
-        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
-        if is_main_process:
-            path = Path(save_directory) / "custom_generate" / "generate.py"
-            path.parent.mkdir(exist_ok=True)
-            shutil.copyfile(inspect.getsourcefile(generate), path)
-        if push_to_hub:
-            repo_id = details.pop("repo_id", None) or Path(save_directory).name
-            self.push_to_hub(repo_id, token=kwargs.get("token"), **details)
 
     def check_tensors(self) -> None:
         """Raises `ValueError` for tensors that contradict each other, as `d2t` and `t2d` may."""

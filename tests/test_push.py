@@ -221,7 +221,7 @@ def test_contradictions_and_what_is_missing_are_named(hub, proven):
     draft = tiny_drafter(provenance={"target": "them/else", "steps": 3})
     with pytest.raises(ValueError, match=r"'them/tiny'.*'them/else'"):
         push.publish(draft, options())
-    push.publish(draft, options(target_repo=None))
+    push.push_to_hub(draft, REPO)
     provenance = settings_of(hub.files(REPO))["provenance"]
     assert provenance["target"] == "them/else" and provenance["steps"] == 3 and len(proven) == 1
     with pytest.raises(ValueError, match="dictionary"):
@@ -232,6 +232,19 @@ def test_wrong_usage(capsys):
     with pytest.raises(SystemExit) as error:
         cli.main(["push", "a", "b/c", "--create-pr", "--revision", "x"])
     assert error.value.code == 2 and "--create-pr" in capsys.readouterr().err
+
+
+def test_what_transformers_offers_is_complete_too(hub, tmp_path):
+    """By the methods of the model alone, in one commit, with tags in the card."""
+    draft = tiny_drafter()
+    draft.push_to_hub("me/one", private=True, tags=["more"])
+    draft.save_pretrained(tmp_path / "two", push_to_hub=True, commit_message="mine")
+    for name, private in (("me/one", True), ("me/two", False)):
+        repo = hub.repos[name]
+        assert set(hub.files(name)) == WHOLE and len(repo.log) == 2 and repo.private == private
+        tags = ModelCard(hub.files(name)["README.md"].decode()).data.tags
+        assert {"dflash", "speculative-decoding"} <= set(tags) and ("more" in tags) == private
+    assert hub.repos["me/two"].log[-1][1] == "mine"
 
 
 STALLS = {

@@ -119,7 +119,9 @@ def speculative_generate(
     sampler = sampler or Sampler(**options)
     if ignored:
         warnings.warn(
-            f"not applied, though the target's generation config asks for it: {', '.join(ignored)}", stacklevel=3
+            f"not applied, though the target's generation config asks for it: {', '.join(ignored)}; "
+            "target.generate(..., custom_generate=draft.custom_generate) applies it",
+            stacklevel=3,
         )
     outlives = return_dict or cache is not None
     held = open_caches(draft, target, prompt, prompt.shape[1] + budget - 1, chunk, cache, *making)

@@ -17,6 +17,7 @@ from transformers import (
 
 from dflash.modeling.prepared_dflash import PreparedSampler
 from dflash.modeling.sampling_dflash import DraftProposal
+from families import build_target
 from tiny import ScriptedDrafter, WatchedDrafter, letter_tokenizer, plain, tiny_drafter, tiny_prompt, tiny_target
 
 NEW = 24
@@ -60,6 +61,7 @@ CASES = {
     "guidance": lambda: {"guidance_scale": 1.5},
     "allowed": lambda: {"prefix_allowed_tokens_fn": lambda row, ids: [(int(ids[-1]) + i) % 61 for i in (1, 7, 30)]},
     "processor": lambda: {"logits_processor": LogitsProcessorList([NeverTwice()])},
+    "max_time": lambda: {"max_time": 1e-9},
     "criterion": lambda: {"stopping_criteria": StoppingCriteriaList([Sixth()])},
     "both": lambda: {"logits_processor": [NeverTwice()], "stopping_criteria": [Sixth()], "repetition_penalty": 1.3},
     "everything": lambda: {
@@ -115,6 +117,24 @@ def test_stop_strings_end_anywhere_in_a_block(position):
     assert torch.equal(
         plain(target, ids, NEW, stopping_criteria=stops, custom_generate=draft.custom_generate), expected
     )
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss", "lfm2"])
+def test_targets_whose_states_are_rolled_back(family):
+    """Transformers' own assisted generation refuses the first of them."""
+    target, ids = build_target(family), tiny_prompt(7)
+    draft = tiny_drafter(
+        hidden_size=target.config.hidden_size,
+        num_target_layers=target.config.num_hidden_layers,
+        vocab_size=target.config.vocab_size,
+        dflash_config={"mask_token_id": 5, "target_layer_ids": [0, 1]},
+        cls=ScriptedDrafter,
+    )
+    settings = dict(repetition_penalty=1.3, min_new_tokens=12, eos_token_id=list(range(0, 50, 3)))
+    expected = plain(target, ids, 16, **settings)
+    draft.script(torch.cat([expected, torch.arange(8)[None]], dim=1), lambda i: i % 3)
+    assert torch.equal(plain(target, ids, 16, **settings, custom_generate=draft.custom_generate), expected)
+    assert 0 < draft.calls < 12
 
 
 def test_scores_and_logits():
