@@ -114,15 +114,7 @@ def speculative_generate(
     window = _resolve_window(options.pop("draft_context_window"), draft.config, block, prompt.shape[1] + budget)
     stops = _resolve_stops(options.pop("stop_token_ids"), target)
     making = options.pop("cache_implementation"), options.pop("cache_config")
-    sampler = options.pop("sampler", None)
-    ignored = [] if sampler else ignored_settings(getattr(target, "generation_config", None))
-    sampler = sampler or Sampler(**options)
-    if ignored:
-        warnings.warn(
-            f"not applied, though the target's generation config asks for it: {', '.join(ignored)}; "
-            "target.generate(..., custom_generate=draft.custom_generate) applies it",
-            stacklevel=3,
-        )
+    sampler = options.pop("sampler", None) or _make_sampler(target, options)
     outlives = return_dict or cache is not None
     held = open_caches(draft, target, prompt, prompt.shape[1] + budget - 1, chunk, cache, *making)
     was_training = draft.training
@@ -253,6 +245,17 @@ class Stopwatch:
 def _stream(streamer, tokens: list[int]) -> None:
     if streamer is not None and tokens:
         streamer.put(torch.tensor(tokens))
+
+
+def _make_sampler(target, settings: dict) -> Sampler:
+    """A sampler of the settings; warns of what the target's generation config asks for beyond them."""
+    if ignored := ignored_settings(getattr(target, "generation_config", None)):
+        warnings.warn(
+            f"not applied, though the target's generation config asks for it: {', '.join(ignored)}; "
+            "target.generate(..., custom_generate=draft.custom_generate) applies it",
+            stacklevel=4,
+        )
+    return Sampler(**settings)
 
 
 def _result(input_ids, state: DecodeState, clock: Stopwatch, cache: DFlashSessionCache | None):
