@@ -125,7 +125,7 @@ class TrainableDrafter(nn.Module):
             target_logits = None
             if mix.needs_target:
                 with torch.no_grad():
-                    target_logits = parts.logits(batch.last_hidden[rows]).to(logits.device)
+                    target_logits = parts.logits(batch.last_hidden[rows], head).to(logits.device)
             loss, cross_entropy = mix.rows(logits, labels[rows], target_logits)
             return loss, cross_entropy, logits.detach().argmax(dim=-1) == labels[rows]
 

@@ -39,9 +39,9 @@ class TargetParts:
             rows = functional.embedding(ids.to(self.device), self.embedding.weight)
         return rows if scale == 1.0 else rows * scale
 
-    def logits(self, last_hidden: torch.Tensor) -> torch.Tensor:
-        """The target's logits [..., V] of what its head takes, [..., H]."""
-        logits = self.head(last_hidden.to(self.device, self.head.weight.dtype))
+    def logits(self, last_hidden: torch.Tensor, head: nn.Module | None = None) -> torch.Tensor:
+        """The target's logits [..., V] of what its head takes, [..., H]; with a `RestrictedHead`, of its tokens."""
+        logits = (head or self.head)(last_hidden.to(self.device, self.head.weight.dtype))
         for key, value in self._after_head.items():
             logits = _AFTER_HEAD[key](logits, value)
         return logits

@@ -53,7 +53,6 @@ def _train_parser():
         ({"schedule": "linear"}, "schedule must be one of cosine, wsd, constant, got 'linear'"),
         ({"init_from": "x"}, "draft_config .* or init_from .* not both"),
         ({"draft_config": None}, "draft_config .* or init_from .* not both"),
-        ({"head_tokens": "data", "kl_weight": 1.0}, "compare whole distributions"),
         ({"ce_weight": 0.0}, "not all 0"),
         ({"anchor_share": 2.0}, r"anchor_share must lie in 0\.\.1, got 2\.0"),
         ({"eval_every": 5}, "there are no eval_prompts"),

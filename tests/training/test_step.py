@@ -198,6 +198,20 @@ def test_a_head_of_all_tokens_is_the_head_and_others_are_an_error():
         summed(TrainableDrafter(draft, parts, Objective(), head=head), documents, states)
 
 
+def test_distributions_of_a_restricted_head_are_over_its_tokens():
+    documents = [Document("0", torch.randint(0, MASK // 2, (20,)) * 2, torch.arange(20) > 2)]
+    states, parts, some = random_states(documents), TargetParts(tiny_target()), torch.arange(0, MASK, 2)
+    model = TrainableDrafter(
+        tiny_drafter(), parts, Objective(LossMix(0.0, 0.7, 0.3)), head=RestrictedHead(parts.head, some)
+    )
+    batch = pack_blocks(documents, [torch.tensor([4, 9])], states, model.draft.config)
+    rows = model.block_outputs(batch).flatten(0, 1)[batch.rows]
+    q = parts.head(rows)[:, some].softmax(-1)
+    p = parts.head(batch.last_hidden)[:, some].softmax(-1)
+    expected = 0.7 * (p * (p / q).log()).sum(-1) + 0.3 * 0.5 * (p - q).abs().sum(-1)
+    assert torch.allclose(model._row_losses(model.block_outputs(batch), batch)[0], expected)
+
+
 def test_losses_on_distributions_need_the_last_hidden_states():
     documents = texts()
     states = [TargetStates(state.features, None) for state in random_states(documents)]
