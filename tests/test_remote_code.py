@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModel
 
 from dflash import DFlashDraftModel, cli
@@ -126,6 +127,9 @@ def test_a_pair(pair, capsys):
 
 def test_a_folder_that_is_no_drafter(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    code, _, err = check(capsys, "--draft", str(tmp_path), "--device", "cpu")
+    assert code == 1 and "has no weights" in err
+    save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
     code, _, err = check(capsys, "--draft", str(tmp_path), "--device", "cpu")
     assert code == 1 and "Qwen3ForCausalLM" in err
 
