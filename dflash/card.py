@@ -64,8 +64,8 @@ def read_benchmark(path: Path) -> tuple[list[Measurement], str | None]:
     """The rows of a benchmark's JSON, and what it says of the machine (`hardware`).
 
     The file holds one row, a list of rows, or an object whose `results` is such a list. A row has `tau`; `speedup`, or
-    `tokens_per_second` with `plain_tokens_per_second`, as `dflash generate --compare --json` prints them; and `name` or
-    `dataset`.
+    `tokens_per_second` with `plain_tokens_per_second`, as `dflash eval` and `dflash generate --compare --json` give
+    them; and `name`, `domain` or `dataset`.
 
     Raises:
         ValueError: the file is no such JSON, or a row has no tau of at least 1.
@@ -93,7 +93,9 @@ def _measurement(row, index: int, where: str) -> Measurement:
             raise ValueError(f"{where}, row {index}: {name} has to be a positive number, it is {value!r}")
     if tau < 1:
         raise ValueError(f"{where}, row {index}: tau is {tau}, but every round emits at least 1 token")
-    return Measurement(str(row.get("name") or row.get("dataset") or f"run {index + 1}"), tau, speedup)
+    return Measurement(
+        str(row.get("name") or row.get("domain") or row.get("dataset") or f"run {index + 1}"), tau, speedup
+    )
 
 
 def _introduction(config, facts: CardFacts) -> str:
