@@ -33,6 +33,7 @@ def hub(tmp_path, monkeypatch):
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", hub.url)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # it keeps the endpoint of its first use
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
