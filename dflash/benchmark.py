@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from dflash.evaluation import Decoded, Decoding, Score, decode, score
 from dflash.loading import PairOptions, load, say
+from dflash.modeling.pairing_dflash import chat_template_hash, tokenizer_hash, weights_hash
 from dflash.prompts import Prompt, encode_messages, read_prompts
-from dflash.training.identity import template_hash, tokenizer_hash, weights_hash
 
 DIFFERS = 3
 ALL = "all"
@@ -162,7 +162,7 @@ def describe(draft, target, tokenizer, options: BenchmarkOptions) -> dict:
         "target": {
             **_model(target),
             "tokenizer_hash": tokenizer_hash(tokenizer),
-            "template_hash": template_hash(tokenizer),
+            "template_hash": chat_template_hash(tokenizer),
         },
         "settings": settings,
         "machine": machine(target.device),

@@ -13,11 +13,12 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from dflash import demo
 from dflash.loading import TargetOptions, load_target, say, short
+from dflash.modeling.pairing_dflash import chat_template_hash, tokenizer_hash
 from dflash.prompts import make_prompt
 from dflash.training.answers import AnswerSettings, stop_tokens, transformers_answerer
 from dflash.training.conversations import Conversation, converse
 from dflash.training.documents import NAMED_LINES, format_document, read_sidecar, sidecar
-from dflash.training.identity import identify, template_hash, thinking_mode, tokenizer_hash
+from dflash.training.identity import identify, thinking_mode
 from dflash.training.rendering import render_conversation
 from dflash.training.server_answers import ServerAnswerer
 
@@ -91,7 +92,8 @@ def record(options: DataOptions, target, tokenizer) -> dict:
         made = identify(target, tokenizer)
     else:
         made = {"target": short(options.target or "demo"), "target_revision": options.revision}
-        made |= {"target_tokenizer_hash": tokenizer_hash(tokenizer), "template_hash": template_hash(tokenizer)}
+        made["target_tokenizer_hash"] = tokenizer_hash(tokenizer)
+        made["target_chat_template_hash"] = chat_template_hash(tokenizer)
     settings = {} if options.keep_answers else vars(options.answers)
     return {
         **made,

@@ -5,11 +5,13 @@ import json
 from dataclasses import dataclass, field
 from itertools import groupby
 
+import torch
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from .rollback_dflash import keeps_keys, keeps_state
 from .target_dflash import check_capabilities, misloaded, mixers_of, names_drafter, unwrap
 
+_SAMPLES = 4096
 _THINKING = {"true": "on", "false": "off", "on": "on", "off": "off"}
 
 
@@ -107,6 +109,29 @@ def chat_template_hash(tokenizer) -> str | None:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
+def weights_hash(model) -> str:
+    """What `provenance.target_weights_hash` holds: SHA-256 of a model's tensors, by name, shape and up to 4096 evenly
+    spaced values of each.
+
+    The values are taken in bfloat16, so that a model has one hash in whatever dtype it is loaded. Training, merging or
+    quantising changes nearly all values of a matrix, so a sample tells models apart, in milliseconds.
+
+    Raises:
+        ValueError: the model is offloaded.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if tensor.is_meta:
+            raise ValueError(f"{name} is offloaded, so the weights cannot be hashed; load the model without offloading")
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        values = tensor.detach().reshape(-1)
+        values = values[:: max(1, len(values) // _SAMPLES)]
+        if values.is_floating_point():
+            values = values.to(torch.bfloat16).view(torch.int16)
+        digest.update(values.to("cpu", torch.int64).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def _facts(config, target) -> list[Fact]:
     model = unwrap(target)
     text = model.config.get_text_config(decoder=True)
@@ -194,10 +219,11 @@ def _provenance_warnings(config, target, tokenizer) -> list[str]:
     if not isinstance(provenance, dict):
         return [f"provenance is {provenance!r} where a dictionary is expected, so it was not compared"]
     revision = _revision_warning(provenance.get("target_revision"), target)
+    weights = _weights_warning(provenance.get("target_weights_hash"), target)
     hashes = _hash_warning(provenance.get("target_tokenizer_hash"), tokenizer)
     template = _template_warning(provenance.get("target_chat_template_hash"), tokenizer)
     thinking = _thinking_warning(provenance.get("thinking_mode"), tokenizer)
-    return [warning for warning in (revision, hashes, template, thinking) if warning]
+    return [warning for warning in (revision, weights, hashes, template, thinking) if warning]
 
 
 def _revision_warning(trained, target) -> str | None:
@@ -206,6 +232,19 @@ def _revision_warning(trained, target) -> str | None:
         return None
     return (
         f"the drafter was trained on target_revision {trained}, the target loaded is {loaded} (None: not from the Hub)"
+    )
+
+
+def _weights_warning(trained, target) -> str | None:
+    model = unwrap(target)
+    if trained is None or any(tensor.is_meta for tensor in model.state_dict().values()):
+        return None
+    found = weights_hash(model)
+    if found == trained:
+        return None
+    return (
+        f"target_weights_hash is {trained}, this target's is {found}: it was trained further, merged or quantised, "
+        "so expect fewer accepted tokens"
     )
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dflash import benchmark, cli
+from dflash.modeling.pairing_dflash import weights_hash
 from dflash.prompts import read_prompts
-from dflash.training.identity import weights_hash
 from tiny import VOCAB, plain, tiny_drafter, tiny_target
 
 

@@ -72,7 +72,7 @@ def test_the_record_of_what_made_them(target, prompts, tmp_path, capsys):
         "seed": 0,
     }
     assert (made["system"], made["template"], made["thinking_mode"]) == ("w9", {"a": 1}, None)
-    assert made["target_weights_hash"] and made["target_tokenizer_hash"] and made["template_hash"]
+    assert made["target_weights_hash"] and made["target_tokenizer_hash"] and made["target_chat_template_hash"]
 
 
 def test_an_interrupted_run_goes_on(target, prompts, tmp_path, capsys):

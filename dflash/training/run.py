@@ -87,7 +87,7 @@ def provenance(config: TrainConfig, draft_config, target, tokenizer) -> dict:
         "target_revision": found["target_revision"],
         "target_weights_hash": found["target_weights_hash"],
         "target_tokenizer_hash": found["target_tokenizer_hash"],
-        "template_hash": found["template_hash"],
+        "target_chat_template_hash": found["target_chat_template_hash"],
         "thinking_mode": record.get("thinking_mode"),
     }
     earlier = getattr(draft_config, "provenance", None) or {}

@@ -7,7 +7,13 @@ from transformers import AutoModel, AutoModelForCausalLM
 from dflash import DFlashDraftModel, check, generate
 from dflash.checkpoint import write_checkpoint
 from dflash.modeling.decoding_dflash import speculative_generate
-from dflash.modeling.pairing_dflash import report_pair, tokenizer_hash
+from dflash.modeling.pairing_dflash import (
+    _weights_warning,
+    chat_template_hash,
+    report_pair,
+    tokenizer_hash,
+    weights_hash,
+)
 from families import build_target, exists
 from tiny import DEPTH, MASK, VOCAB, WIDTH, tiny_drafter, tiny_prompt, tiny_target, word_tokenizer
 
@@ -108,6 +114,32 @@ def test_another_tokenizer_is_a_warning():
     (warning,) = drafter_with(target_tokenizer_hash=other).check_target(tiny_target(), tokenizer).warnings
     assert same in warning and other in warning
     assert drafter_with(target_tokenizer_hash=other).check_target(tiny_target()).warnings == []
+
+
+def test_another_chat_template_is_a_warning():
+    tokenizer = word_tokenizer(VOCAB - 1)
+    trained = chat_template_hash(tokenizer)
+    draft = drafter_with(target_chat_template_hash=trained)
+    assert draft.check_target(tiny_target(), tokenizer).warnings == []
+    tokenizer.chat_template = "{{ messages[0]['content'] }} w9"
+    (warning,) = draft.check_target(tiny_target(), tokenizer).warnings
+    assert trained in warning and chat_template_hash(tokenizer) in warning
+
+
+def test_other_weights_of_the_target_are_a_warning():
+    trained = weights_hash(tiny_target())
+    draft = drafter_with(target_weights_hash=trained)
+    assert draft.check_target(tiny_target(dtype=torch.bfloat16)).warnings == []
+    other = tiny_target(seed=1)
+    (warning,) = draft.check_target(other).warnings
+    assert trained in warning and weights_hash(other) in warning
+
+
+def test_weights_that_are_not_loaded_are_not_compared():
+    target = tiny_target()
+    target.model.layers[0].to("meta")
+    assert _weights_warning("0" * 64, target) is None
+    assert _weights_warning("0" * 64, tiny_target())
 
 
 @pytest.mark.parametrize(("loaded", "count"), [("a" * 40, 0), ("b" * 40, 1), (None, 1)])

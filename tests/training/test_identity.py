@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from dflash.training.identity import differences, identify, weights_hash
+from dflash.modeling.pairing_dflash import weights_hash
+from dflash.training.identity import differences, identify
 from tiny import tiny_target, word_tokenizer
 
 
@@ -34,7 +35,9 @@ def test_differences_are_named():
     assert differences(stored, identify(tiny_target(dtype=torch.float32))) == []
     other = word_tokenizer()
     other.chat_template = "{{ messages }}"
-    assert [line.split()[0] for line in differences(stored, identify(tiny_target(), other))] == ["template_hash"]
+    assert [line.split()[0] for line in differences(stored, identify(tiny_target(), other))] == [
+        "target_chat_template_hash"
+    ]
     found = differences(stored, identify(tiny_target(seed=1, max_position_embeddings=64), word_tokenizer(60)))
     assert [line.split()[0] for line in found] == [
         "target_weights_hash",

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash import DFlashDraftModel
 from dflash.cli import main
-from dflash.modeling.pairing_dflash import tokenizer_hash
+from dflash.modeling.pairing_dflash import chat_template_hash, tokenizer_hash
 from dflash.training.config import build_config, read_settings
 from dflash.training.documents import Document, format_document
 from dflash.training.initialise import copy_target_layers
@@ -58,12 +58,15 @@ def test_a_run_from_files(settings, tmp_path, capsys):
     assert len([tau for tau in taus if tau is not None and tau >= 1.0]) == 2
     for name in ("best", "final"):
         drafter = DFlashDraftModel.from_pretrained(run / name, dtype="auto")
-        assert drafter.config.provenance["target_tokenizer_hash"] == tokenizer_hash(word_tokenizer())
-        assert "target" not in drafter.config.provenance  # a local folder
+        provenance = drafter.config.provenance
+        assert provenance["target_tokenizer_hash"] == tokenizer_hash(word_tokenizer())
+        assert provenance["target_chat_template_hash"] == chat_template_hash(word_tokenizer())
+        assert "target" not in provenance  # a local folder
         assert drafter.dtype == torch.bfloat16 and (run / name / "modeling_dflash.py").exists()
         target = AutoModelForCausalLM.from_pretrained(build_config(read_settings(settings)).target).eval()
         output = drafter.float().spec_generate(target, tiny_prompt(5), max_new_tokens=4, return_dict=True)
         assert output.sequences.shape[1] == 9
+        assert not any("hash" in warning for warning in drafter.check_target(target, word_tokenizer()).warnings)
     assert main(["train", str(settings), *prompts]) == 1
     assert "holds a run already; pass --resume" in capsys.readouterr().err
     assert main(["train", str(settings), *prompts, "--resume"]) == 0
