@@ -33,13 +33,15 @@ class BenchmarkOptions(PairOptions):
     top_p: float | None = None
     min_p: float | None = None
     draft_temperature: float = 0.0
+    draft_confidence: float = 0.0
     template: dict
     compare: bool = False
     output: str | None = None
 
     @property
     def decoding(self) -> Decoding:
-        names = ("max_new_tokens", "top_k", "top_p", "min_p", "draft_temperature", "block_size", "compare")
+        names = ("max_new_tokens", "top_k", "top_p", "min_p", "draft_temperature", "draft_confidence")
+        names += ("block_size", "compare")
         return Decoding(**{name: getattr(self, name) for name in names})
 
 
@@ -152,7 +154,8 @@ def lines(results: list[dict]) -> list[str]:
 def describe(draft, target, tokenizer, options: BenchmarkOptions) -> dict:
     """What was measured, with what, and where: enough to measure it again."""
     names = ("max_new_tokens", "block_size", "seeds", "limit", "top_k", "top_p", "min_p", "draft_temperature")
-    settings = {name: getattr(options, name) for name in (*names, "system", "raw", "template")}
+    names += ("draft_confidence", "system", "raw", "template")
+    settings = {name: getattr(options, name) for name in names}
     return {
         "drafter": {
             **_model(draft),

@@ -78,6 +78,7 @@ class Decoding:
     top_p: float | None = None
     min_p: float | None = None
     draft_temperature: float = 0.0
+    draft_confidence: float = 0.0
     block_size: int | None = None
     compare: bool = False
 
@@ -96,6 +97,7 @@ def decode(draft, target, input_ids: torch.Tensor, settings: Decoding, seed: int
         max_new_tokens=settings.max_new_tokens,
         block_size=settings.block_size,
         draft_temperature=settings.draft_temperature,
+        draft_confidence=settings.draft_confidence,
         generator=torch.Generator(device=target.device).manual_seed(seed),
         return_dict=True,
         **settings.sampling,
@@ -103,7 +105,7 @@ def decode(draft, target, input_ids: torch.Tensor, settings: Decoding, seed: int
     tokens = output.sequences[0, input_ids.shape[1] :].tolist()
     seconds = time.perf_counter() - begin
     emitted = output.emitted[0].tolist()
-    slots = slots_of(emitted, draft.config.proposals(settings.block_size) + 1, settings.max_new_tokens)
+    slots = slots_of(emitted, output.drafted[0].tolist(), settings.max_new_tokens)
     if not settings.compare:
         return Decoded(tokens, emitted, slots, seconds)
     prompt = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
@@ -112,18 +114,13 @@ def decode(draft, target, input_ids: torch.Tensor, settings: Decoding, seed: int
     return Decoded(tokens, emitted, slots, seconds, plain_seconds, plain.shape[1] - input_ids.shape[1], identical)
 
 
-def slots_of(emitted: list[int], block: int, max_new_tokens: int) -> list[tuple[int, int]]:
+def slots_of(emitted: list[int], drafted: list[int], max_new_tokens: int) -> list[tuple[int, int]]:
     """Draft tokens (accepted, tried) of each round, from the tokens that each emitted and the budget of the call.
-
-    `block` is how many positions a round verifies.
 
     A text that ended before its budget ended with a stop token: what its last round accepted after it is not known.
     """
-    slots, left = [], max_new_tokens - 1
-    for count in emitted:
-        slots.append((count - 1, min(block, left) - 1))
-        left -= count
-    return slots[:-1] if left > 0 else slots
+    slots = [(count - 1, tried) for count, tried in zip(emitted, drafted, strict=True)]
+    return slots[:-1] if sum(emitted) < max_new_tokens - 1 else slots
 
 
 def score(decoded: list[Decoded], block: int) -> Score:

@@ -21,6 +21,7 @@ class GenerateOptions(PairOptions):
     top_p: float | None = None
     min_p: float | None = None
     draft_temperature: float = 0.0
+    draft_confidence: float = 0.0
     seed: int | None = None
     compare: bool = False
 
@@ -80,6 +81,7 @@ def decode(target, draft, tokenizer, inputs, options: GenerateOptions, streamer)
         **sampling,
         max_new_tokens=options.max_new_tokens,
         draft_temperature=options.draft_temperature,
+        draft_confidence=options.draft_confidence,
         block_size=options.block_size,
         streamer=streamer,
         generator=generator,

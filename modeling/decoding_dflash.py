@@ -26,6 +26,7 @@ class DFlashGenerateOutput(ModelOutput):
     Attributes:
         sequences: [N, P + T] prompt and new tokens.
         emitted: [N, R] tokens that each round added to each row: accepted draft tokens and one of the target's own.
+        drafted: [N, R] draft tokens that each round verified.
         tau: mean of `emitted` per round, None if the first token already ended the text.
         prefill_time, draft_time, verify_time: seconds in the prompt's forward, in drafting, and in verifying.
         cache: a `DFlashSessionCache` of all tokens but the last, to continue from with `spec_generate(cache=...)`.
@@ -35,6 +36,7 @@ class DFlashGenerateOutput(ModelOutput):
 
     sequences: torch.LongTensor | None = None
     emitted: torch.LongTensor | None = None
+    drafted: torch.LongTensor | None = None
     tau: float | None = None
     prefill_time: float | None = None
     draft_time: float | None = None
@@ -55,6 +57,7 @@ class DecodeState:
     length: torch.Tensor  # [N] tokens before the anchor
     features: torch.Tensor  # [N, n, K*H] of the positions before the anchor that the drafter has not seen
     rounds: list[list[int]]  # emitted counts, [R][N]
+    drafted: list[int]  # draft tokens verified, [R]; the same number in all rows
 
     def remaining(self, row: int) -> int:
         done = self.tokens[row] and self.tokens[row][-1] in self.stops
@@ -90,6 +93,9 @@ def speculative_generate(
         draft_context_window (`int`, *optional*): the drafter attends to at most this many of the last positions, which
             count from 0 again. Default: all, if prompt and budget fit the drafter's `max_position_embeddings`;
             otherwise as many as fit beside a block, with a warning. The output is exact either way.
+        draft_confidence (`float`): verify only the leading draft tokens whose joint probability, by the drafter's own
+            distributions, is at least this. Where a round costs by the verified position, as on a CPU, fewer of them
+            may be faster although tau falls. 0 (default): all.
         block_size (`int`, *optional*): positions of the drafter's block, at most the trained number; 1 is plain
             decoding, or one draft token for a drafter that samples from the anchor.
         cache (`DFlashSessionCache` or `Cache`, *optional*): the `cache` of an earlier call's output, continued in
@@ -112,6 +118,7 @@ def speculative_generate(
     chunk = _check_chunk(options.pop("prefill_chunk_size"))
     budget = _resolve_budget(options.pop("max_new_tokens"), options.pop("max_length"), input_ids.shape[1])
     window = _resolve_window(options.pop("draft_context_window"), draft.config, block, prompt.shape[1] + budget)
+    sure = _check_confidence(options.pop("draft_confidence"))
     stops = _resolve_stops(options.pop("stop_token_ids"), target)
     making = options.pop("cache_implementation"), options.pop("cache_config")
     sampler = options.pop("sampler", None) or _make_sampler(target, options)
@@ -121,7 +128,7 @@ def speculative_generate(
     draft.eval()
     try:
         with torch.inference_mode(), TargetSession(target, draft.config.target_layer_ids, held[0]) as session:
-            drafter = BlockDrafter(draft, session, block, prompt.shape[1], window, held[1], outlives)
+            drafter = BlockDrafter(draft, session, block, prompt.shape[1], window, sure, held[1], outlives)
             state, clock = decode(drafter, session, prompt, chunk, [budget], stops, sampler, streamer)
             drafter.skip(state)
     finally:
@@ -143,7 +150,7 @@ def decode(drafter, session, prompt, chunk, budgets, stops, sampler, streamer=No
     state = prefill(session, drafter, prompt, chunk, budgets, stops, sampler, streamer)
     clock.lap("prefill")
     while width := 0 if sampler.finished else session.room(min(drafter.width, state.width)):
-        proposal = drafter.propose(state, sampler).first(width - 1) if width > 1 else drafter.skip(state)
+        proposal = drafter.propose(state, sampler, width - 1) if width > 1 else drafter.skip(state)
         clock.lap("draft")
         verdict, features = verify(session, state, proposal, sampler)
         commit(session, state, proposal, verdict, features, streamer)
@@ -167,7 +174,7 @@ def prefill(session, drafter, prompt, chunk, budgets, stops, sampler, streamer) 
         session.rollback(0)
     anchor = sampler.choose(logits[:, -1])
     lengths = torch.full((rows,), length, device=session.device)
-    state = DecodeState([[] for _ in range(rows)], budgets, stops, anchor, lengths, features, [])
+    state = DecodeState([[] for _ in range(rows)], budgets, stops, anchor, lengths, features, [], [])
     for row, token in enumerate(anchor.tolist()):
         _stream(streamer, state.append(row, [token]))
     return state
@@ -208,6 +215,7 @@ def commit(session, state: DecodeState, proposal, verdict: Verdict, features, st
         kept = len(added)  # N = 1: all rows keep the same number; what a stop token cuts off, the caches lose too
     session.rollback(features.shape[1] - kept)
     state.rounds.append(emitted)
+    state.drafted.append(features.shape[1] - 1)
     state.features = features[:, :kept]
     state.anchor = verdict.next_token
     state.length = state.length + kept
@@ -263,10 +271,12 @@ def _result(input_ids, state: DecodeState, clock: Stopwatch, cache: DFlashSessio
     sequences = torch.cat([input_ids, new], dim=1)
     if cache is None:
         return sequences
-    emitted = torch.tensor(state.rounds, dtype=torch.long).reshape(-1, len(state.tokens)).T
+    rows = len(state.tokens)
+    emitted = torch.tensor(state.rounds, dtype=torch.long).reshape(-1, rows).T
     return DFlashGenerateOutput(
         sequences=sequences,
         emitted=emitted,
+        drafted=torch.tensor(state.drafted, dtype=torch.long).expand(rows, -1),
         tau=emitted[emitted > 0].double().mean().item() if emitted.numel() else None,
         prefill_time=clock.seconds("prefill"),
         draft_time=clock.seconds("draft"),
@@ -338,6 +348,12 @@ def _resolve_window(window, config, block: int, total: int) -> int | None:
         stacklevel=4,
     )
     return window
+
+
+def _check_confidence(value) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"draft_confidence must be a number from 0 (verify all draft tokens) to 1, got {value!r}")
+    return float(value)
 
 
 def _is_positive(value) -> bool:

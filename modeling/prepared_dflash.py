@@ -108,8 +108,8 @@ def generate_prepared(
     """The decoding method behind `target.generate(custom_generate=draft.custom_generate)`; see there.
 
     Args:
-        options: `streamer`, `generator`, `draft_temperature`, `block_size`, `draft_context_window` as in
-            `speculative_generate`.
+        options: `streamer`, `generator`, `draft_temperature`, `block_size`, `draft_context_window` and
+            `draft_confidence` as in `speculative_generate`.
 
     Raises:
         ValueError: the call asks for what the loop cannot do; the message names it.

@@ -36,10 +36,10 @@ def test_tau_pools_the_rounds_of_all_prompts():
 
 def test_slots():
     """Budget 12: one token from the prompt, then blocks of 4 within the 11 left."""
-    assert slots_of([4, 2, 4, 1], block=4, max_new_tokens=12) == [(3, 3), (1, 3), (3, 3), (0, 0)]
-    assert slots_of([4, 2, 3, 2], block=4, max_new_tokens=12) == [(3, 3), (1, 3), (2, 3), (1, 1)]
-    assert slots_of([4, 2], block=4, max_new_tokens=12) == [(3, 3)]  # ended by a stop token
-    assert slots_of([], block=4, max_new_tokens=12) == [] == slots_of([], block=4, max_new_tokens=1)
+    assert slots_of([4, 2, 4, 1], [3, 3, 3, 0], 12) == [(3, 3), (1, 3), (3, 3), (0, 0)]
+    assert slots_of([4, 2, 3, 2], [3, 3, 3, 1], 12) == [(3, 3), (1, 3), (2, 3), (1, 1)]
+    assert slots_of([4, 2], [3, 2], 12) == [(3, 3)]  # ended by a stop token
+    assert slots_of([], [], 12) == [] == slots_of([], [], 1)
 
 
 @pytest.mark.parametrize("stop", [False, True])

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from dflash.commands.shared import add_decoding, add_models, check_models
+from dflash.commands.shared import CONFIDENCE, add_decoding, add_models, check_models
 
 
 def add(commands) -> None:
@@ -22,6 +22,7 @@ def add(commands) -> None:
     decoding.add_argument("--top-p", type=float)
     decoding.add_argument("--min-p", type=float)
     decoding.add_argument("--draft-temperature", type=float, default=0.0, help="0: propose the most likely tokens")
+    decoding.add_argument("--draft-confidence", type=float, default=0.0, help=CONFIDENCE)
     decoding.add_argument("--seed", type=int, help="seed of the sampling")
     output = generate.add_argument_group("output")
     output.add_argument("--compare", action="store_true", help="also decode without the drafter: speed and identity")

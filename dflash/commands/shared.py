@@ -3,6 +3,8 @@
 import argparse
 import json
 
+CONFIDENCE = "verify only draft tokens of at least this joint probability; default: 0, all"
+
 
 def add_models(parser: argparse.ArgumentParser) -> None:
     models = parser.add_argument_group("models")

@@ -38,6 +38,7 @@ class TrainConfig:
     init_layers: tuple[int, ...] | None = _setting(
         None, "start each layer of a new drafter from this layer of the target; default: random"
     )
+    block_size: int | None = _setting(None, "positions of a block, in place of the drafter's own; the result keeps it")
     revision: str | None = _setting(None, "revision of the target's repository")
     target_dtype: str = _setting("auto", "dtype of the target; auto: the checkpoint's, float32 on a CPU")
     max_length: int | None = _setting(
@@ -194,7 +195,7 @@ def _check_choices(config: TrainConfig) -> None:
 
 def _check_numbers(config: TrainConfig) -> None:
     whole = "max_anchors head_chunk batch_size micro_batch_size max_bad_steps log_every save_every keep_states"
-    for name in [*whole.split(), "max_steps", "max_length", "eval_limit", "eval_max_new_tokens"]:
+    for name in [*whole.split(), "block_size", "max_steps", "max_length", "eval_limit", "eval_max_new_tokens"]:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")

@@ -51,6 +51,15 @@ def load_target(config: TrainConfig, device: torch.device):
 
 def make_drafter(config: TrainConfig, target):
     """The drafter to train, in float32: new and random by `seed`, from layers of the target, or an earlier one."""
+    draft = _load_or_build(config, target)
+    if config.block_size is not None:
+        if draft.config.proposals(config.block_size) < 1:
+            raise ValueError(f"block_size {config.block_size} counts the anchor, so the block would predict nothing")
+        draft.config.block_size = config.block_size
+    return draft
+
+
+def _load_or_build(config: TrainConfig, target):
     if config.init_from is not None:
         return load_drafter(config.init_from, dtype=torch.float32, target=target)
     path = Path(config.draft_config)

@@ -20,12 +20,16 @@ class BlockDrafter:
         block (`int`): positions of a block, B: the anchor and B - 1 masks.
         prompt (`int`): positions of the prompt, for which the cache has room before it grows.
         window (`int`, *optional*): context positions that the drafter attends to at most; see `window_start`.
+        confidence (`float`): what `DraftConfidence` cuts proposals at; 0: not at all.
         kept (`DFlashDraftCache`, *optional*): the cache of an earlier call, to continue.
         outlives (`bool`): whether the cache is used after this call, so that no context may be missing from it.
     """
 
-    def __init__(self, draft, session: TargetSession, block, prompt, window=None, kept=None, outlives=False):
+    def __init__(
+        self, draft, session: TargetSession, block, prompt, window=None, confidence=0.0, kept=None, outlives=False
+    ):
         config = draft.config
+        self.confidence = confidence
         self.draft, self.session, self.block, self.window = draft, session, block, window
         self.width = 1 + config.proposals(block)  # positions the target verifies at most: the anchor and all proposals
         windows = [config.cache_window(i) for i in range(config.num_hidden_layers)]
@@ -43,8 +47,11 @@ class BlockDrafter:
         positions = torch.arange(length, length + features.shape[1], device=self.device)[None]
         self.draft.absorb(features.to(self.device, self.dtype), positions, self.cache)
 
-    def propose(self, state, sampler: Sampler) -> DraftProposal:
-        """One forward over the state's new features and a block: anchor and masks -> their draft tokens."""
+    def propose(self, state, sampler: Sampler, most: int) -> DraftProposal | None:
+        """One forward over the state's new features and a block: anchor and masks -> at most `most` draft tokens.
+
+        None: the drafter is sure of none.
+        """
         features = self._slide(state.features)
         rows, fresh = features.shape[:2]
         ids = torch.cat([state.anchor[:, None], self.masks.expand(rows, -1)], dim=1)
@@ -58,7 +65,10 @@ class BlockDrafter:
             cache=self.cache,
         )
         self.cache.keep_context(fresh)
-        return self.draft.propose(output.last_hidden_state, state.anchor, self.session.head, sampler.pick)
+        pick = DraftConfidence(sampler.pick) if self.confidence else sampler.pick
+        proposal = self.draft.propose(output.last_hidden_state, state.anchor, self.session.head, pick)
+        count = min(most, pick.leading(self.confidence)) if self.confidence else most
+        return proposal.first(count) if count else None
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Scaled rows [..., H] of the drafter's own embedding, or of the target's."""
@@ -79,6 +89,27 @@ class BlockDrafter:
             return features
         self.cache.forget_oldest(ahead, self.draft.rotary_emb.turn_back)
         return features[:, max(0, ahead - held) :]
+
+
+class DraftConfidence:
+    """A `pick` that notes how sure the drafter is of each slot: the probability of its most likely token.
+
+    Slots from where the product of these falls below a threshold are not worth verifying. The cut looks at
+    distributions only, never at the token drawn from the last of them, so sampling stays lossless.
+    """
+
+    def __init__(self, pick):
+        self.pick = pick
+        self.noted: list[torch.Tensor] = []  # [N, S] of all slots, or [N] of one after the other
+
+    def __call__(self, logits: torch.Tensor):
+        self.noted.append(logits.float().softmax(-1).amax(-1))
+        return self.pick(logits)
+
+    def leading(self, threshold: float) -> int:
+        """Slots, from the first on, up to which some row's product is at least `threshold`."""
+        sure = self.noted[0] if self.noted[0].dim() == 2 else torch.stack(self.noted, dim=1)
+        return int((sure.cumprod(dim=1) >= threshold).sum(dim=1).max())
 
 
 def window_start(length: int, window: int | None) -> int:

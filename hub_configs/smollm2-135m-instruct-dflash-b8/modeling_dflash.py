@@ -354,6 +354,7 @@ class DFlashDraftModel(DFlashPublishing, DFlashPreTrainedModel):
         stop_token_ids: int | list[int] | None = None,
         prefill_chunk_size: int | None = None,
         draft_context_window: int | None = None,
+        draft_confidence: float = 0.0,
         block_size: int | None = None,
         cache=None,
         past_key_values=None,
@@ -379,6 +380,7 @@ class DFlashDraftModel(DFlashPublishing, DFlashPreTrainedModel):
             stop_token_ids=stop_token_ids,
             prefill_chunk_size=prefill_chunk_size,
             draft_context_window=draft_context_window,
+            draft_confidence=draft_confidence,
             block_size=block_size,
             cache=one_cache(cache, past_key_values),
             cache_implementation=cache_implementation,
@@ -399,6 +401,7 @@ class DFlashDraftModel(DFlashPublishing, DFlashPreTrainedModel):
         synced_gpus: bool = False,
         draft_temperature: float = 0.0,
         draft_context_window: int | None = None,
+        draft_confidence: float = 0.0,
         block_size: int | None = None,
         generator: torch.Generator | None = None,
         **model_kwargs,
@@ -418,8 +421,9 @@ class DFlashDraftModel(DFlashPublishing, DFlashPreTrainedModel):
             ValueError: beams, several rows, prompts that are not tokens, a cache of the caller's, or outputs besides
                 scores and logits.
         """
-        options = dict(draft_context_window=draft_context_window, block_size=block_size)
-        options.update(streamer=streamer, generator=generator, draft_temperature=draft_temperature)
+        options = dict(draft_context_window=draft_context_window, draft_confidence=draft_confidence)
+        options.update(block_size=block_size, draft_temperature=draft_temperature)
+        options.update(streamer=streamer, generator=generator)
         return generate_prepared(
             self, target, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, **options
         )

@@ -242,6 +242,8 @@ BAD_ARGUMENTS = {
     "zero budget": ({"max_new_tokens": 0}, "max_new_tokens=0"),
     "max_length within the prompt": ({"max_new_tokens": None, "max_length": 3}, "max_length=3"),
     "block of nothing": ({"block_size": 0}, "block_size"),
+    "more than certain": ({"draft_confidence": 1.5}, "draft_confidence .* 1.5"),
+    "no confidence": ({"draft_confidence": None}, "draft_confidence .* None"),
     "negative temperature": ({"temperature": -0.5}, "temperature"),
     "nan temperature": ({"temperature": float("nan")}, "temperature"),
     "draft temperature without sampling": ({"draft_temperature": 0.5}, "temperature > 0"),

@@ -111,15 +111,15 @@ def test_verify_draws_the_first_token_from_the_target(settings, draft_temperatur
 
 
 @pytest.mark.parametrize("draft_temperature", [0.0, 1.0])
-@pytest.mark.parametrize("shifted", [False, True])
-def test_decoding_end_to_end_has_the_targets_law(draft_temperature, shifted):
+@pytest.mark.parametrize(("shifted", "confidence"), [(False, 0.0), (True, 0.0), (True, 0.35)])
+def test_decoding_end_to_end_has_the_targets_law(draft_temperature, shifted, confidence):
     """Two tokens after the first, by the whole loop: the drafter's cache, the target's rollback and the sampler."""
     vocab, runs = 6, 500
     target = tiny_target(vocab_size=vocab, dtype=torch.float32)
     dflash = {"mask_token_id": vocab - 1, "target_layer_ids": [0, 2], "sample_from_anchor": shifted}
     draft = tiny_drafter(block_size=3 - shifted, dtype=torch.float32, vocab_size=vocab, dflash_config=dflash)
     ids = tiny_prompt(4, vocab=vocab)
-    options = {"temperature": 1.4, "draft_temperature": draft_temperature}
+    options = {"temperature": 1.4, "draft_temperature": draft_temperature, "draft_confidence": confidence}
     generator = torch.Generator().manual_seed(0)
     counts = torch.zeros(vocab, vocab, vocab, dtype=torch.float64)
     accepted = 0

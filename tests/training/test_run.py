@@ -97,6 +97,20 @@ def test_going_on_from_a_drafter(settings, tmp_path, pair):
     assert all(torch.equal(a, b.float()) for a, b in zip(own.parameters(), given.parameters(), strict=True))
 
 
+def test_training_at_another_block_size(settings, tmp_path):
+    assert main(["train", str(settings), "--block-size", "3"]) == 0
+    slots = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])["slot_accuracy"]
+    assert len(slots) == 2
+    saved = json.loads((tmp_path / "run" / "final" / "config.json").read_text())
+    assert saved["block_size"] == saved["dflash_config"]["block_size"] == 3
+    assert DFlashDraftModel.from_pretrained(tmp_path / "run" / "final").config.block_size == 3
+
+
+def test_a_block_that_predicts_nothing_is_refused(settings, tmp_path, capsys):
+    assert main(["train", str(settings), "--block-size", "1"]) == 1
+    assert "block_size 1" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
 def test_a_new_drafter_depends_on_the_seed(settings):
     values = read_settings(settings)
     first, same, other = (make_drafter(build_config({**values, "seed": seed}), None) for seed in (0, 0, 1))
