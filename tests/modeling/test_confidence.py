@@ -5,6 +5,7 @@ import torch
 
 from dflash.modeling.drafting_dflash import DraftConfidence
 from dflash.modeling.modeling_dflash import DFlashDraftModel
+from dflash.modeling.sampling_dflash import Sampler
 from families import build_target, exists
 from tiny import MASK, plain, tiny_drafter, tiny_prompt, tiny_target
 
@@ -98,3 +99,15 @@ def test_generate_takes_it_too():
     options = dict(do_sample=False, return_dict_in_generate=True, max_new_tokens=12, draft_confidence=1.0)
     output = target.generate(ids, custom_generate=draft.custom_generate, **options)
     assert torch.equal(output.sequences, plain(target, ids, 12)) and set(output.drafted[0].tolist()) == {0}
+
+
+def test_the_cut_does_not_depend_on_the_tokens_drawn():
+    """Else the tokens that are verified would not follow the distribution that they are judged by."""
+    logits = torch.randn(1, 5, 12, generator=torch.Generator().manual_seed(1))
+    cuts, drawn = set(), set()
+    for seed in range(30):
+        sampler = Sampler(temperature=1.0, draft_temperature=1.0, generator=torch.Generator().manual_seed(seed))
+        pick = DraftConfidence(sampler.pick)
+        drawn.add(tuple(pick(logits)[0].flatten().tolist()))
+        cuts.add(pick.leading(0.05))
+    assert len(drawn) > 20 and len(cuts) == 1 and 0 < cuts.pop() < 5
