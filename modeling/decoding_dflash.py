@@ -94,8 +94,8 @@ def speculative_generate(
             count from 0 again. Default: all, if prompt and budget fit the drafter's `max_position_embeddings`;
             otherwise as many as fit beside a block, with a warning. The output is exact either way.
         draft_confidence (`float`): verify only the leading draft tokens whose joint probability, by the drafter's own
-            distributions, is at least this. Where a round costs by the verified position, as on a CPU, fewer of them
-            may be faster although tau falls. 0 (default): all.
+            distributions, is at least this. Where a round's time grows with the positions verified, fewer of them may
+            be faster although tau falls. 0 (default): all.
         block_size (`int`, *optional*): positions of the drafter's block, at most the trained number; 1 is plain
             decoding, or one draft token for a drafter that samples from the anchor.
         cache (`DFlashSessionCache` or `Cache`, *optional*): the `cache` of an earlier call's output, continued in
