@@ -7,8 +7,10 @@ import torch
 
 from .cache_dflash import DFlashDraftCache
 from .devices_dflash import execution_device
+from .draft_tokens_dflash import RestrictedHead
 from .sampling_dflash import DraftProposal, Sampler
 from .target_dflash import TargetSession
+from .vocabulary_dflash import in_target_vocabulary
 
 
 class BlockDrafter:
@@ -39,6 +41,9 @@ class BlockDrafter:
         self.device, self.dtype = execution_device(draft.hidden_norm), draft.hidden_norm.weight.dtype
         self.masks = torch.full((1, block - 1), config.mask_token_id, device=session.device)
         self.embedding_scale = config.input_embedding_scale
+        self.head = session.head
+        if config.draft_token_ids is not None and RestrictedHead.suits(session.head_module):
+            self.head = RestrictedHead(session.head_module, config.draft_token_ids)
 
     def absorb(self, features: torch.Tensor) -> None:
         """Takes features [N, n, K*H] into the cache as context, so that they need not be kept."""
@@ -66,7 +71,9 @@ class BlockDrafter:
         )
         self.cache.keep_context(fresh)
         pick = DraftConfidence(sampler.pick) if self.confidence else sampler.pick
-        proposal = self.draft.propose(output.last_hidden_state, state.anchor, self.session.head, pick)
+        proposal = self.draft.propose(output.last_hidden_state, state.anchor, self.head, pick)
+        if isinstance(self.head, RestrictedHead):
+            proposal = in_target_vocabulary(proposal, self.head.token_ids, self.draft.config.vocab_size)
         count = min(most, pick.leading(self.confidence)) if self.confidence else most
         return proposal.first(count) if count else None
 

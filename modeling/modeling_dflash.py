@@ -24,7 +24,7 @@ from .prepared_dflash import generate_prepared
 from .publishing_dflash import DFlashPublishing
 from .resume_dflash import one_cache
 from .sampling_dflash import DraftProposal
-from .vocabulary_dflash import add_own_parts, check_vocabulary, in_target_vocabulary
+from .vocabulary_dflash import add_own_parts, check_vocabulary, in_target_vocabulary, target_ids
 
 
 class DFlashRMSNorm(nn.RMSNorm):
@@ -324,7 +324,7 @@ class DFlashDraftModel(DFlashPublishing, DFlashPreTrainedModel):
             return self.candidate_selector(slots, logits, anchor, pick)
         proposal = DraftProposal(*pick(logits))
         if self.config.has_draft_vocabulary:
-            return in_target_vocabulary(proposal, self.d2t, self.config.vocab_size)
+            return in_target_vocabulary(proposal, target_ids(self.d2t), self.config.vocab_size)
         return proposal
 
     def check_target(self, target: PreTrainedModel, tokenizer=None) -> PairReport:

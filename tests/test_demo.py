@@ -1,12 +1,16 @@
 """The embedded default: SmolLM2-135M-Instruct from PyPI with the drafter of this repository."""
 
+import gzip
 import hashlib
 import json
 import zipfile
+from pathlib import Path
 
 import pytest
+import torch
 
-from dflash import cli, demo
+from dflash import DFlashConfig, cli, demo
+from dflash.training.documents import parse_document
 
 
 def wheel(folder, files):
@@ -52,3 +56,13 @@ def test_demo_end_to_end(capsys):
     report = json.loads(capsys.readouterr().out)
     assert code == 0 and report["identical"] is True
     assert report["tau"] > 1.2 and report["new_tokens"] > 20
+
+
+def test_the_drafter_proposes_the_tokens_that_it_was_trained_on():
+    folder = Path(__file__).parents[1]
+    config = DFlashConfig.from_pretrained(folder / "hub_configs" / "smollm2-135m-instruct-dflash-b8")
+    with gzip.open(folder / "benchmarks" / "recipes" / "smollm2" / "answers.jsonl.gz") as lines:
+        documents = [parse_document(line) for line in lines]
+    assert len(documents) > 3000
+    trained = torch.cat([document.input_ids[document.loss_mask] for document in documents])
+    assert config.draft_token_ids == trained.unique().tolist()

@@ -4,6 +4,8 @@
 def check_expressible(config, dialect: str, *expressible: str) -> None:
     """Raises `ValueError` for settings beyond plain DFlash that are not among the `expressible` names.
 
+    `draft_token_ids` only save time, so a format without them leaves them out.
+
     Args:
         config (`DFlashConfig`): the drafter's.
         dialect (`str`): the format's name, for the message.

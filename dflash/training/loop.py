@@ -33,12 +33,12 @@ from dflash.training.metrics import Meter
 from dflash.training.schedule import DocumentStream, accumulation, learning_rate_factor
 from dflash.training.state import StateFolder
 from dflash.training.step import Objective, TrainableDrafter
-from dflash.training.target import RestrictedHead, TargetParts
+from dflash.training.target import TargetParts, TrainedHead
 
 # What may differ between a run and its continuation: none of it changes what is computed.
 _FREE = {"cpu", "log_every", "save_every", "keep_states", "report_to", "project", "save_dtype", "micro_batch_size"}
-_FREE |= {"eval_every", "eval_prompts", "eval_limit", "eval_max_new_tokens", "attention", "gradient_checkpointing"}
-_FREE |= {"features", "max_bad_steps", "output", "head_chunk"}
+_FREE |= {"eval_every", "eval_prompts", "eval_documents", "eval_limit", "eval_max_new_tokens"}
+_FREE |= {"attention", "gradient_checkpointing", "features", "max_bad_steps", "output", "head_chunk"}
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,10 @@ class Trainer:
             parts.check_logits(documents[0].input_ids[:32])
         if config.gradient_checkpointing:
             draft.gradient_checkpointing_enable()
-        head = RestrictedHead(parts.head, label_tokens(documents)) if config.head_tokens == "data" else None
+        draft.config.draft_token_ids = trained_tokens(config, draft, documents)
+        head = None
+        if draft.config.draft_token_ids is not None:
+            head = TrainedHead(parts.head, draft.config.draft_token_ids)
         flex = config.attention == "flex" or (config.attention == "auto" and self.accelerator.device.type == "cuda")
         model = TrainableDrafter(draft.train(), parts, objective, flex, head)
         self.model, self.optimizer = self.accelerator.prepare(model, make_optimizer(model, config))
@@ -350,9 +353,12 @@ def shorten(document: Document, length: int) -> Document:
     return Document(document.id, document.input_ids[:length], document.loss_mask[:length])
 
 
-def label_tokens(documents: list[Document]) -> torch.Tensor:
-    """All tokens that the target wrote in the documents."""
-    return torch.cat([document.input_ids[document.loss_mask.bool()] for document in documents]).unique()
+def trained_tokens(config: TrainConfig, draft, documents: list[Document]) -> list[int] | None:
+    """The tokens whose logits are trained: those that the documents train, and those of an earlier run; None: all."""
+    if config.head_tokens == "all":
+        return None
+    found = torch.cat([document.input_ids[document.loss_mask.bool()] for document in documents]).unique().tolist()
+    return sorted({*found, *(draft.config.draft_token_ids or ())})
 
 
 def _cut_metrics(path: Path, step: int) -> None:

@@ -18,7 +18,7 @@ from dflash.training.losses import (
     dpace_weights,
 )
 from dflash.training.masks import PackedAttention
-from dflash.training.target import RestrictedHead, TargetParts
+from dflash.training.target import TargetParts, TrainedHead
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class TrainableDrafter(nn.Module):
         parts (`TargetParts`): of its target.
         objective (`Objective`): what it is trained for.
         flex (`bool`): attend by flex_attention; see `PackedAttention`.
-        head (`RestrictedHead`, *optional*): in place of the target's.
+        head (`TrainedHead`, *optional*): in place of the target's.
     """
 
-    def __init__(self, draft, parts: TargetParts, objective: Objective, flex=False, head: RestrictedHead | None = None):
+    def __init__(self, draft, parts: TargetParts, objective: Objective, flex=False, head: TrainedHead | None = None):
         super().__init__()
         check_trainable(draft.config)
         self.draft = draft
@@ -95,6 +95,17 @@ class TrainableDrafter(nn.Module):
             "blocks": complete.sum(),
         }
 
+    def accepted(self, batch: PackedBatch) -> torch.Tensor:
+        """How many draft tokens of each block [A] are those of the text, from its first on."""
+        hidden, head = self.block_outputs(batch), self._borrowed[1]
+        trained = hidden.flatten(0, 1).index_select(0, batch.rows.to(hidden.device))
+        chunks = trained.split(self.objective.head_chunk)
+        best = torch.cat([self.draft.compute_logits(part, self._project).argmax(dim=-1) for part in chunks])
+        chosen = best if head is None else head.token_ids.to(best.device)[best]
+        valid = batch.valid.to(best.device)
+        right = torch.zeros_like(valid).masked_scatter(valid, chosen == batch.labels.to(best.device))
+        return accepted_runs(right, valid)
+
     def block_outputs(self, batch: PackedBatch) -> torch.Tensor:
         """The drafter's outputs [A, B, H] for all blocks."""
         weight, config = self.draft.hidden_norm.weight, self.draft.config
@@ -115,13 +126,8 @@ class TrainableDrafter(nn.Module):
         if mix.needs_target and batch.last_hidden is None:
             raise ValueError("kl_weight and tv_weight need the target's last_hidden; these features have none")
 
-        def project(rows):
-            if head is not None:
-                return head(rows)
-            return parts.head(rows.to(parts.device, parts.head.weight.dtype)).to(rows.device)
-
         def row_loss(part, rows):
-            logits = self.draft.compute_logits(part, project)
+            logits = self.draft.compute_logits(part, self._project)
             target_logits = None
             if mix.needs_target:
                 with torch.no_grad():
@@ -130,3 +136,10 @@ class TrainableDrafter(nn.Module):
             return loss, cross_entropy, logits.detach().argmax(dim=-1) == labels[rows]
 
         return chunked_rows(trained, row_loss, self.objective.head_chunk)
+
+    def _project(self, rows: torch.Tensor) -> torch.Tensor:
+        """The head's logits of outputs [R, H]."""
+        parts, head = self._borrowed
+        if head is not None:
+            return head(rows)
+        return parts.head(rows.to(parts.device, parts.head.weight.dtype)).to(rows.device)

@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn import functional
 
 from dflash.modeling.devices_dflash import execution_device, weights_in_place
+from dflash.modeling.draft_tokens_dflash import RestrictedHead
 from dflash.modeling.target_dflash import unwrap
 
 # What targets do to their head's output, by the key of their config that says so. `check_logits` proves it complete.
@@ -39,7 +40,7 @@ class TargetParts:
             rows = functional.embedding(ids.to(self.device), self.embedding.weight)
         return rows if scale == 1.0 else rows * scale
 
-    def logits(self, last_hidden: torch.Tensor, head: nn.Module | None = None) -> torch.Tensor:
+    def logits(self, last_hidden: torch.Tensor, head: RestrictedHead | None = None) -> torch.Tensor:
         """The target's logits [..., V] of what its head takes, [..., H]; with a `RestrictedHead`, of its tokens."""
         logits = (head or self.head)(last_hidden.to(self.device, self.head.weight.dtype))
         for key, value in self._after_head.items():
@@ -63,31 +64,19 @@ class TargetParts:
             )
 
 
-class RestrictedHead(nn.Module):
-    """A target's head with the rows of some tokens only: what a row costs is proportional to their number.
+class TrainedHead(RestrictedHead):
+    """The target's head for the tokens that are trained; raises `ValueError` if rows cannot be taken of it."""
 
-    Args:
-        head: the target's head, a linear layer.
-        tokens: [n] ids that stay.
-    """
-
-    def __init__(self, head: nn.Module, tokens: torch.Tensor):
-        super().__init__()
-        if not isinstance(head, nn.Linear) or head.weight.is_meta:
+    def __init__(self, head: nn.Module, token_ids):
+        if not self.suits(head):
             raise ValueError(f"head_tokens: data needs a plain linear head, the target's is {type(head).__name__}")
-        tokens = tokens.unique().to(head.weight.device)
-        self.register_buffer("weight", head.weight.detach()[tokens].clone(), persistent=False)
-        self.bias = None if head.bias is None else head.bias.detach()[tokens].clone()
-        self.places = torch.full((head.weight.shape[0],), -1)
-        self.places[tokens.cpu()] = torch.arange(len(tokens))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return functional.linear(hidden, self.weight, self.bias)
+        super().__init__(head, token_ids)
 
     def places_of(self, labels: torch.Tensor) -> torch.Tensor:
         """Where the logits of tokens [R] are; raises `ValueError` for a token that was left out."""
-        places = self.places[labels]
-        if (places < 0).any():
-            outside = labels[places < 0].unique().tolist()
+        ids = self.token_ids.to(labels.device)
+        places = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
+        if (ids[places] != labels).any():
+            outside = labels[ids[places] != labels].unique().tolist()
             raise ValueError(f"tokens {outside[:10]} are trained but not in the restricted head; use head_tokens: all")
         return places

@@ -9,6 +9,8 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
+from .draft_tokens_dflash import check_token_ids, read_token_ids, write_token_ids
+
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -20,6 +22,7 @@ _OPTIONAL_DFLASH = {
     "input_embedding_scale": 1.0,
     "output_multiplier": 1.0,
     "final_logit_softcapping": None,
+    "draft_token_ids": None,
     **dict.fromkeys(_SWITCHES, False),
     **dict.fromkeys(_CORRECTION_KEYS),
 }
@@ -92,6 +95,8 @@ class DFlashConfig(Qwen3Config):
             target's.
         draft_vocab_size (`int`, *optional*): rows of that head, if it covers a part of the vocabulary, named by the
             tensors `d2t` and `t2d`. Default: `vocab_size`.
+        draft_token_ids (`list[int]` or `str`, *optional*): the only tokens that the drafter proposes, ascending, or
+            ranges of them ("0-2,5"); then only their rows of the target's head are used. Default: all.
         input_embedding_scale (`float`): factor on the raw embedding rows.
         output_multiplier (`float`): factor on the draft logits, before the softcap.
         final_logit_softcapping (`float`, *optional*): draft logits become `cap * tanh(logits / cap)`.
@@ -121,6 +126,8 @@ class DFlashConfig(Qwen3Config):
         if None not in (causal, is_causal) and causal != is_causal:
             warnings.warn(f"is_causal={is_causal} decides over dflash_config.causal={causal}", stacklevel=2)
         dflash["is_causal"] = causal if is_causal is None else is_causal
+        _check_positive_int("vocab_size", settings["vocab_size"])
+        dflash["draft_token_ids"] = read_token_ids(dflash["draft_token_ids"], settings["vocab_size"])
         _check(SimpleNamespace(**{"architectures": None, **settings, **dflash}))
         try:
             super().__init__(**settings)
@@ -167,7 +174,7 @@ class DFlashConfig(Qwen3Config):
         for key, neutral in _OPTIONAL_DFLASH.items():
             value = output.pop(key, neutral)
             if value != neutral:
-                dflash[key] = value
+                dflash[key] = write_token_ids(value) if key == "draft_token_ids" else value
         for key, neutral in (("is_causal", None), ("draft_vocab_size", self.vocab_size)):
             if output.get(key) == neutral:
                 output.pop(key, None)
@@ -391,6 +398,10 @@ def _check_vocabulary(config) -> None:
         )
     if draft != size and config.selector_rank is not None:
         raise ValueError(f"a candidate selector over draft_vocab_size {draft} of {size} tokens is not implemented")
+    if config.draft_token_ids is not None:
+        check_token_ids(config.draft_token_ids, size)
+        if config.has_lm_head or config.selector_rank is not None:
+            raise ValueError("draft_token_ids are rows of the target's head; has_lm_head or a selector cannot use them")
 
 
 def _check_positive_int(name: str, value) -> None:

@@ -178,7 +178,7 @@ def _settings(draft, target) -> dict:
         "window_from_anchor": config.window_from_anchor,
         "attention_sink_bias": config.attention_sink_bias,
         "embedding": "own" if config.has_embed_tokens else "target",
-        "head": f"own, {config.draft_vocab_size} tokens" if config.has_lm_head else "target",
+        "head": _head(config),
         "rope": {**rope, "attention_factor": draft.rotary_emb.attention_scaling},
         "input_embedding_scale": config.input_embedding_scale,
         "attention": {"drafter": config._attn_implementation, "target": attention},
@@ -186,6 +186,12 @@ def _settings(draft, target) -> dict:
         "device": {"drafter": _devices(draft), "target": _devices(model)},
         "rollback": [_rollback_of(layer) for layer in DynamicCache(config=model.config).layers],
     }
+
+
+def _head(config) -> str:
+    if config.has_lm_head:
+        return f"own, {config.draft_vocab_size} tokens"
+    return "target" if config.draft_token_ids is None else f"target, {len(config.draft_token_ids)} of its tokens"
 
 
 def _rollback_of(layer) -> str:

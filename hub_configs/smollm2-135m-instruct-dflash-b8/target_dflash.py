@@ -140,7 +140,7 @@ class TargetSession:
         self.model = unwrap(target)
         self.target_layer_ids = list(target_layer_ids)
         self._cache_name = cache_argument(target)
-        self._embedding, self._head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        self._embedding, self.head_module = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         self.device = execution_device(self._embedding)
         self._head_input = self.device, self._embedding.weight.dtype
         self.cache = DynamicCache(config=self.model.config) if cache is None else cache
@@ -162,7 +162,7 @@ class TargetSession:
             if threading.get_ident() == thread:
                 self._head_input = inputs[0].device, inputs[0].dtype
 
-        self._hooks.append(self._head.register_forward_pre_hook(note))
+        self._hooks.append(self.head_module.register_forward_pre_hook(note))
         for tap in self.target_layer_ids:
             self._hooks.append(tap_module(self.model, tap).register_forward_hook(keep(tap)))
         self._hooks += self._rollback.attach()
@@ -193,7 +193,7 @@ class TargetSession:
 
         They go in as what the target itself last gave its head: a quantised or offloaded head's weight does not tell.
         """
-        return self._head(hidden_states.to(*self._head_input)).to(self.device)
+        return self.head_module(hidden_states.to(*self._head_input)).to(self.device)
 
     def forward(self, ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: int):
         """Appends ids [N, n] -> logits [N, logits_to_keep, V] on the session's device, and features [N, n, K*H].

@@ -43,9 +43,12 @@ def target_ids(d2t: torch.Tensor) -> torch.Tensor:
     return torch.arange(len(d2t), device=d2t.device) + d2t
 
 
-def in_target_vocabulary(proposal: DraftProposal, d2t: torch.Tensor, size: int) -> DraftProposal:
-    """A proposal in draft ids -> the same in target ids; its distributions [N, S, V_d] become [N, S, V], V = `size`."""
-    ids = target_ids(d2t.to(proposal.tokens.device))
+def in_target_vocabulary(proposal: DraftProposal, ids: torch.Tensor, size: int) -> DraftProposal:
+    """A proposal in draft ids, which stand for target `ids` [V_d] -> the same in target ids.
+
+    Its distributions [N, S, V_d] become [N, S, V], V = `size`.
+    """
+    ids = ids.to(proposal.tokens.device)
     if proposal.probabilities is None:
         return DraftProposal(ids[proposal.tokens])
     everywhere = proposal.probabilities.new_zeros(*proposal.probabilities.shape[:-1], size)

@@ -30,18 +30,17 @@ def decode(draft, target, ids, new, **options):
 def test_draft_ids_become_target_ids_one_by_one(size):
     generator = torch.Generator().manual_seed(size)
     chosen = torch.randperm(VOCAB, generator=generator)[:size].sort().values
-    d2t = chosen - torch.arange(size)
     probabilities = torch.rand(2, 3, size, generator=generator).softmax(-1)
     tokens = torch.randint(0, size, (2, 3), generator=generator)
-    proposal = in_target_vocabulary(DraftProposal(tokens, probabilities), d2t, VOCAB)
+    proposal = in_target_vocabulary(DraftProposal(tokens, probabilities), chosen, VOCAB)
     for row, slot in product(range(2), range(3)):
         assert proposal.tokens[row, slot] == chosen[tokens[row, slot]]
         expected = torch.zeros(VOCAB)
         for draft_id, token in enumerate(chosen.tolist()):
             expected[token] = probabilities[row, slot, draft_id]
         assert torch.equal(proposal.probabilities[row, slot], expected)
-    assert in_target_vocabulary(DraftProposal(tokens), d2t, VOCAB).probabilities is None
-    assert target_ids(d2t).tolist() == chosen.tolist()
+    assert in_target_vocabulary(DraftProposal(tokens), chosen, VOCAB).probabilities is None
+    assert target_ids(chosen - torch.arange(size)).tolist() == chosen.tolist()
 
 
 WRONG = {

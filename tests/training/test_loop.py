@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from dflash import DFlashDraftModel
 from dflash.training import loop
+from dflash.training.documents import Document
 from dflash.training.features import TargetStates
 from dflash.training.loop import Trainer
 from toy import WORDS, speak, toy_config, toy_documents, toy_drafter, toy_source, toy_target
@@ -176,6 +177,21 @@ def test_gradient_checkpointing_and_the_restricted_head_change_nothing(tmp_path)
         assert torch.allclose(tensor, plain[name], atol=1e-5), name
     restricted, loss = metrics(tmp_path / "restricted")[0], metrics(tmp_path / "plain")[0]
     assert restricted["slot_accuracy"] == pytest.approx(loss["slot_accuracy"], abs=0.02)
+
+
+def test_a_drafter_proposes_the_tokens_of_its_restricted_head(tmp_path):
+    def trained(name, tokens, *texts, draft=None):
+        mask = torch.tensor([False, False, True, True, True])
+        documents = [Document(str(i), torch.tensor(text), mask) for i, text in enumerate(texts)]
+        run = trainer(tmp_path / name, draft, documents=documents, head_tokens=tokens, max_steps=1).run()
+        return DFlashDraftModel.from_pretrained(run.final)
+
+    texts = [1, 2, 5, 4, 5], [1, 3, 7, 8, 4]
+    assert trained("all", "all", *texts).config.draft_token_ids is None
+    part = trained("data", "data", *texts)
+    assert part.config.draft_token_ids == [4, 5, 7, 8]
+    assert trained("more", "data", [4, 6, 6, 6, 5], draft=part).config.draft_token_ids == [4, 5, 6, 7, 8]
+    assert trained("again", "all", *texts, draft=part).config.draft_token_ids is None
 
 
 def test_losses_on_the_target_distribution_train(tmp_path):

@@ -10,7 +10,7 @@ from dflash.training.documents import Document
 from dflash.training.features import TargetStates
 from dflash.training.losses import LossMix
 from dflash.training.step import Objective, TrainableDrafter
-from dflash.training.target import RestrictedHead, TargetParts
+from dflash.training.target import TargetParts, TrainedHead
 from tiny import MASK, VOCAB, WIDTH, tiny_drafter, tiny_target
 
 
@@ -186,12 +186,12 @@ def test_a_head_of_all_tokens_is_the_head_and_others_are_an_error():
     states, parts = random_states(documents), TargetParts(tiny_target())
     draft = tiny_drafter()
     whole = summed(TrainableDrafter(draft, parts, Objective()), documents, states)
-    head = RestrictedHead(parts.head, torch.arange(VOCAB))
+    head = TrainedHead(parts.head, torch.arange(VOCAB))
     same = summed(TrainableDrafter(draft, parts, Objective(), head=head), documents, states)
     for name, value in whole.items():
         assert torch.allclose(value, same[name]), name
     some = torch.arange(0, MASK, 2)
-    head = RestrictedHead(parts.head, some)
+    head = TrainedHead(parts.head, some)
     hidden = torch.randn(3, WIDTH).double()
     assert torch.allclose(head(hidden), parts.head(hidden)[:, some])
     with pytest.raises(ValueError, match=r"tokens \[1, 3, .* not in the restricted head"):
@@ -202,7 +202,7 @@ def test_distributions_of_a_restricted_head_are_over_its_tokens():
     documents = [Document("0", torch.randint(0, MASK // 2, (20,)) * 2, torch.arange(20) > 2)]
     states, parts, some = random_states(documents), TargetParts(tiny_target()), torch.arange(0, MASK, 2)
     model = TrainableDrafter(
-        tiny_drafter(), parts, Objective(LossMix(0.0, 0.7, 0.3)), head=RestrictedHead(parts.head, some)
+        tiny_drafter(), parts, Objective(LossMix(0.0, 0.7, 0.3)), head=TrainedHead(parts.head, some)
     )
     batch = pack_blocks(documents, [torch.tensor([4, 9])], states, model.draft.config)
     rows = model.block_outputs(batch).flatten(0, 1)[batch.rows]
