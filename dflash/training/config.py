@@ -56,7 +56,8 @@ class TrainConfig:
     decay_gamma: float | None = _setting(None, "of decay; default: 7, 5, 4 for blocks of 16, 10, 8")
     head_tokens: str = _setting(
         "all",
-        "`data`: the head only has the tokens that documents train, and distributions are over these; cheaper on a CPU",
+        "`data`: head and distributions have only the tokens that documents train, and those of the drafter to go on "
+        "from; the result proposes no others. Cheaper to train and to draft with",
     )
     head_chunk: int = _setting(512, "rows whose logits exist at a time")
 
@@ -83,9 +84,12 @@ class TrainConfig:
     log_every: int = _setting(10, "steps between lines of metrics")
     save_every: int = _setting(200, "steps between states to resume from")
     keep_states: int = _setting(2, "states that are kept, the newest")
-    eval_every: int = _setting(0, "steps between decoding held-out prompts; 0: only at the end, if there are any")
+    eval_every: int = _setting(0, "steps between evaluations on held-out texts; 0: only at the end, if there are any")
     eval_prompts: str | None = _setting(None, "JSONL of held-out prompts, which choose the best drafter by real tau")
-    eval_limit: int | None = _setting(None, "use at most this many held-out prompts")
+    eval_documents: str | None = _setting(
+        None, "instead of these: JSONL of held-out texts with the target's greedy answers, replayed without decoding"
+    )
+    eval_limit: int | None = _setting(None, "use at most this many held-out prompts or texts")
     eval_max_new_tokens: int = _setting(128, "tokens decoded for each of them")
     report_to: tuple[str, ...] = _setting((), "trackers of accelerate: trackio, tensorboard, wandb, ...")
     project: str = _setting("dflash", "name of the project for trackers")
@@ -189,8 +193,10 @@ def _check_choices(config: TrainConfig) -> None:
     for name, allowed in choices.items():
         if getattr(config, name) not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {getattr(config, name)!r}")
-    if config.eval_every and config.eval_prompts is None:
-        raise ValueError(f"eval_every is {config.eval_every}, but there are no eval_prompts to decode")
+    if config.eval_prompts is not None and config.eval_documents is not None:
+        raise ValueError("give eval_prompts (to decode) or eval_documents (to replay), and not both")
+    if config.eval_every and config.eval_prompts is None and config.eval_documents is None:
+        raise ValueError(f"eval_every is {config.eval_every}, but there are no eval_prompts or eval_documents")
 
 
 def _check_numbers(config: TrainConfig) -> None:

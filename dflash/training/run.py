@@ -19,6 +19,7 @@ from dflash.training.features import CachedFeatures, OnlineFeatures
 from dflash.training.identity import differences, identify
 from dflash.training.initialise import copy_target_layers
 from dflash.training.loop import Trainer, TrainResult, make_accelerator
+from dflash.training.replay import replayed_tau
 
 
 def train(config: TrainConfig, resume: bool = False) -> TrainResult:
@@ -33,7 +34,7 @@ def train(config: TrainConfig, resume: bool = False) -> TrainResult:
     tokenizer = AutoTokenizer.from_pretrained(config.target, revision=config.revision)
     draft = make_drafter(config, target)
     check_pair(draft.config, target)
-    documents = load_documents(config, target, tokenizer)
+    documents = load_documents(config.documents, target, tokenizer)
     source = make_source(config, draft.config, target, tokenizer)
     draft.config.provenance = provenance(config, draft.config, target, tokenizer)
     evaluate = make_evaluation(config, target, tokenizer)
@@ -72,16 +73,25 @@ def _load_or_build(config: TrainConfig, target):
     return draft
 
 
-def load_documents(config: TrainConfig, target, tokenizer):
-    """The documents; raises `ValueError` if their record says that another target or tokenizer made them."""
+def load_documents(path, target, tokenizer, limit: int | None = None):
+    """The documents in a file; raises `ValueError` if their record says that another target or tokenizer made them."""
     rows = target.get_input_embeddings().weight.shape[0]
-    documents = read_documents(config.documents, vocab_size=rows)
-    record = read_sidecar(config.documents)
+    documents = read_documents(path, vocab_size=rows, limit=limit)
+    record = read_sidecar(path)
     if record is None:
-        say(f"{config.documents} has no record of the target that wrote it, so this is not checked")
+        say(f"{path} has no record of the target that wrote it, so this is not checked")
     elif problems := differences(record, identify(target, tokenizer)):
-        raise ValueError(f"{config.documents} was not written by this target: {'; '.join(problems)}")
+        raise ValueError(f"{path} was not written by this target: {'; '.join(problems)}")
     return documents
+
+
+def check_greedy(path) -> None:
+    """Raises `ValueError` if the record of a file's answers says that they are not the target's greedy ones."""
+    record = read_sidecar(path) or {}
+    temperature = record.get("generation", {}).get("temperature")
+    if temperature or record.get("answers") == "kept":
+        how = f"sampled at temperature {temperature}" if temperature else "not written by the target"
+        raise ValueError(f"{path} has answers that were {how}; only the target's greedy ones can be replayed")
 
 
 def provenance(config: TrainConfig, draft_config, target, tokenizer) -> dict:
@@ -114,7 +124,11 @@ def make_source(config: TrainConfig, draft_config, target, tokenizer):
 
 
 def make_evaluation(config: TrainConfig, target, tokenizer):
-    """What decodes the held-out prompts greedily with a drafter, and gives its tau; None without prompts."""
+    """What gives a drafter's tau in greedy decoding: of held-out prompts, or of texts; None without either."""
+    if config.eval_documents is not None:
+        texts = load_documents(config.eval_documents, target, tokenizer, config.eval_limit)
+        check_greedy(config.eval_documents)
+        return lambda draft: {"tau": replayed_tau(draft, target, texts, config.eval_max_new_tokens)}
     if config.eval_prompts is None:
         return None
     prompts = [

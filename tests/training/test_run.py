@@ -9,13 +9,14 @@ from transformers import AutoModelForCausalLM
 
 from dflash import DFlashDraftModel
 from dflash.cli import main
+from dflash.evaluation import real_tau
 from dflash.modeling.pairing_dflash import chat_template_hash, tokenizer_hash
 from dflash.training.config import build_config, read_settings
 from dflash.training.documents import Document, format_document
 from dflash.training.initialise import copy_target_layers
 from dflash.training.run import make_drafter
 from families import build_target
-from tiny import drafter_settings, tiny_drafter, tiny_prompt, tiny_target, word_tokenizer
+from tiny import drafter_settings, plain, tiny_drafter, tiny_prompt, tiny_target, word_tokenizer
 
 
 @pytest.fixture
@@ -70,6 +71,24 @@ def test_a_run_from_files(settings, tmp_path, capsys):
     assert main(["train", str(settings), *prompts]) == 1
     assert "holds a run already; pass --resume" in capsys.readouterr().err
     assert main(["train", str(settings), *prompts, "--resume"]) == 0
+
+
+def test_held_out_texts_choose_the_best_as_decoding_them_would(settings, tmp_path, capsys):
+    target = AutoModelForCausalLM.from_pretrained(read_settings(settings)["target"], dtype=torch.float32).eval()
+    held, prompts = tmp_path / "held.jsonl", [tiny_prompt(4 + seed, 90 + seed) for seed in range(3)]
+    texts = [plain(target, prompt, 9)[0] for prompt in prompts]
+    documents = [Document(str(seed), text, torch.arange(len(text)) >= 4 + seed) for seed, text in enumerate(texts)]
+    held.write_text("".join(format_document(document) + "\n" for document in documents))
+    replay = ["--eval-documents", str(held), "--eval-limit", "2", "--eval-max-new-tokens", "7", "--eval-every", "1"]
+    assert main(["train", str(settings), *replay, "--save-dtype", "float32"]) == 0
+    run = tmp_path / "run"
+    taus = [json.loads(line).get("eval_tau") for line in (run / "metrics.jsonl").read_text().splitlines()]
+    drafter = DFlashDraftModel.from_pretrained(run / "final", dtype="auto").eval()
+    assert [tau for tau in taus if tau is not None][-1] == pytest.approx(real_tau(drafter, target, prompts[:2], 7))
+    (tmp_path / "held.jsonl.meta.json").write_text(json.dumps({"generation": {"temperature": 0.5}}))
+    capsys.readouterr()
+    assert main(["train", str(settings), *replay, "--output", str(tmp_path / "other")]) == 1
+    assert "sampled at temperature 0.5" in capsys.readouterr().err and not (tmp_path / "other").exists()
 
 
 def test_cached_features_train_as_online_ones(settings, tmp_path):
