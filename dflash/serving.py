@@ -131,6 +131,7 @@ def vllm(drafter: Drafter) -> Serving:
         f"accept more than {drafted}",
         f"each request needs {drafted + 1} slots in max_num_batched_tokens",
     ]
+    notes += _all_tokens(drafter, "vLLM")
     if drafter.config.has_correction or 0 < sum(drafter.slides) < len(drafter.slides):
         what = "DFlash 2 needs" if drafter.config.has_correction else "sliding and full layers together need"
         notes.append(f"{what} the V2 model runner (VLLM_USE_V2_MODEL_RUNNER=1), and that needs Triton")
@@ -165,6 +166,7 @@ def sglang(drafter: Drafter) -> Serving:
         f"its {drafter.config.block_size} draft tokens count the anchor: {drafter.config.proposals()} are drafted",
         "it runs on CUDA, NPU and XPU, not on a CPU, and without pipeline parallelism",
         f"the drafter's attention backend has to be {backends}",
+        *_all_tokens(drafter, "SGLang"),
     ]
     target = shlex.quote(drafter.target or UNKNOWN_TARGET)
     command = f"python -m sglang.launch_server --model-path {target} {flags(settings)}"
@@ -192,6 +194,7 @@ def trtllm(drafter: Drafter) -> Serving:
     notes = [f"max_draft_len may be lowered, and is at most {drafted}"]
     if drafter.raw.get("block_size") is None:
         notes = [f"max_draft_len is at most {drafted}, which is not checked: block_size is in dflash_config only"]
+    notes += _all_tokens(drafter, "TensorRT-LLM")
     return Serving("trtllm", settings, json.dumps(settings), problems, warnings, notes)
 
 
@@ -206,6 +209,12 @@ def flags(settings: dict) -> str:
 def _target_parts_only(drafter: Drafter) -> list[str]:
     parts = drafter.own_parts
     return [f"it has parts of its own ({', '.join(parts)}), and the engine uses the target's instead"] if parts else []
+
+
+def _all_tokens(drafter: Drafter, engine: str) -> list[str]:
+    if drafter.config.draft_token_ids is None:
+        return []
+    return [f"{engine} does not read draft_token_ids: it drafts over all tokens, which costs time and is not wrong"]
 
 
 def _unread_scales(drafter: Drafter, engine: str) -> list[str]:

@@ -10,7 +10,6 @@ from .devices_dflash import execution_device
 from .draft_tokens_dflash import RestrictedHead
 from .sampling_dflash import DraftProposal, Sampler
 from .target_dflash import TargetSession
-from .vocabulary_dflash import in_target_vocabulary
 
 
 class BlockDrafter:
@@ -72,8 +71,6 @@ class BlockDrafter:
         self.cache.keep_context(fresh)
         pick = DraftConfidence(sampler.pick) if self.confidence else sampler.pick
         proposal = self.draft.propose(output.last_hidden_state, state.anchor, self.head, pick)
-        if isinstance(self.head, RestrictedHead):
-            proposal = in_target_vocabulary(proposal, self.head.token_ids, self.draft.config.vocab_size)
         count = min(most, pick.leading(self.confidence)) if self.confidence else most
         return proposal.first(count) if count else None
 

@@ -153,6 +153,10 @@ def test_what_an_engine_does_not_read_is_a_warning():
     assert "rope_parameters" in serving.trtllm(drafter(rope_parameters=yarn)).warnings[0]
     assert "rope_parameters" in serving.trtllm(drafter(keys={"rope_theta": None})).warnings[0]
     assert serving.trtllm(drafter()).warnings == []
+    for engine in serving.ENGINES.values():
+        some, every = engine(drafter(draft_token_ids="0-3")), engine(drafter())
+        assert "draft_token_ids" in " ".join(some.notes)
+        assert "draft_token_ids" not in " ".join(every.notes) and some.problems == every.problems
     assert "not checked" in serving.trtllm(drafter(keys={"block_size": None})).notes[0]
 
 

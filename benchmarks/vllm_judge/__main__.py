@@ -181,6 +181,7 @@ def demo_case(scratch: Path, targets: dict[str, Path], cases: list[Case]) -> Non
 
 def decode(draft: Path, target, prompts: list, new: int, block: int) -> list[verdict.Rounds]:
     model = pairs.RecordingDrafter.from_pretrained(draft, dtype=torch.float32).eval()
+    model.config.draft_token_ids = None  # vLLM drafts over all tokens
     return [pairs.decode(model, target, prompt, new, block) for prompt in prompts]
 
 

@@ -18,6 +18,7 @@ from .cache_dflash import DFlashDraftCache
 from .configuration_dflash import DFlashConfig
 from .correction_dflash import DFlashBlockConv, DFlashCandidateSelector
 from .decoding_dflash import speculative_generate
+from .draft_tokens_dflash import RestrictedHead
 from .native_dflash import check_native
 from .pairing_dflash import PairReport, report_pair
 from .prepared_dflash import generate_prepared
@@ -315,7 +316,7 @@ class DFlashDraftModel(DFlashPublishing, DFlashPreTrainedModel):
         Args:
             hidden_states: [N, B, H], what `forward` gives.
             anchor: [N], the token in slot 0.
-            output_head: the target's head.
+            output_head: the target's head, or a `RestrictedHead` of it.
             pick: maps logits [..., C] to chosen indices [...] and their distribution [..., C] or None.
         """
         slots = hidden_states if self.config.sample_from_anchor else hidden_states[:, 1:]
@@ -325,6 +326,8 @@ class DFlashDraftModel(DFlashPublishing, DFlashPreTrainedModel):
         proposal = DraftProposal(*pick(logits))
         if self.config.has_draft_vocabulary:
             return in_target_vocabulary(proposal, target_ids(self.d2t), self.config.vocab_size)
+        if isinstance(output_head, RestrictedHead):
+            return in_target_vocabulary(proposal, output_head.token_ids, self.config.vocab_size)
         return proposal
 
     def check_target(self, target: PreTrainedModel, tokenizer=None) -> PairReport:
