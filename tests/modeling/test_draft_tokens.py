@@ -1,7 +1,5 @@
 """Proposals over some tokens only: their notation, their rows of the target's head, and output that stays exact."""
 
-from itertools import product
-
 import pytest
 import torch
 from accelerate import cpu_offload
@@ -167,28 +165,3 @@ def test_an_offloaded_head_gives_its_rows():
     assert target.lm_head.weight.is_meta
     assert proposals(draft, target, ids) == expected and target.lm_head.weight.is_meta
     assert torch.equal(decode(draft, target, ids, 30).sequences, plain(tiny_target(), ids, 30))
-
-
-@pytest.mark.parametrize("draft_temperature", [0.0, 1.3])
-def test_sampling_is_lossless(draft_temperature):
-    """Two tokens after the first, by the whole loop, against the target's law."""
-    vocab, runs = 6, 250
-    target = tiny_target(vocab_size=vocab, dtype=torch.float32)
-    dflash = {"mask_token_id": vocab - 1, "target_layer_ids": [0, 2], "draft_token_ids": "1-2,5"}
-    draft = tiny_drafter(block_size=3, dtype=torch.float32, vocab_size=vocab, dflash_config=dflash)
-    ids, generator = tiny_prompt(4, vocab=vocab), torch.Generator().manual_seed(0)
-    counts, accepted = torch.zeros(vocab, vocab, vocab, dtype=torch.float64), 0
-    for _ in range(runs):
-        options = {"temperature": 1.4, "draft_temperature": draft_temperature, "generator": generator}
-        output = decode(draft, target, ids, 3, **options)
-        counts[tuple(output.sequences[0, 4:].tolist())] += 1
-        accepted += int(output.emitted.max()) > 1
-    expected = torch.zeros_like(counts)
-    with torch.no_grad():
-        for x in product(range(vocab), repeat=3):
-            chances = (target(torch.cat([ids, torch.tensor([x])], dim=1)).logits[0, 3:6] / 1.4).softmax(-1)
-            expected[x] = runs * chances[range(3), x].double().prod()
-    kept = expected >= 5
-    statistic = ((counts[kept] - expected[kept]) ** 2 / expected[kept]).sum().item()
-    freedom = int(kept.sum()) - 1
-    assert statistic < freedom + 5 * (2 * freedom) ** 0.5 and 0 < accepted < runs

@@ -112,14 +112,18 @@ def proposals(draft, target, ids):
     return [proposal.tokens[0].tolist() for proposal in seen]
 
 
+@pytest.mark.parametrize("own_head", [True, False])
 @pytest.mark.parametrize("draft_temperature", [0.0, 1.3])
-def test_sampling_is_lossless_over_a_part_of_the_vocabulary(draft_temperature):
-    """Two tokens after the first, by the whole loop, against the target's law."""
+def test_sampling_is_lossless_over_a_part_of_the_vocabulary(draft_temperature, own_head):
+    """Two tokens after the first, by the whole loop, against the target's law; a head of its own, or target rows."""
     vocab, runs = 6, 250
     target = tiny_target(vocab_size=vocab, dtype=torch.float32)
     dflash = {"mask_token_id": vocab - 1, "target_layer_ids": [0, 2]}
-    chosen = torch.tensor([1, 2, 5])
-    draft = reduced_drafter(chosen, block_size=3, dtype=torch.float32, vocab_size=vocab, dflash_config=dflash)
+    settings = dict(block_size=3, dtype=torch.float32, vocab_size=vocab, dflash_config=dflash)
+    if own_head:
+        draft = reduced_drafter(torch.tensor([1, 2, 5]), **settings)
+    else:
+        draft = tiny_drafter(draft_token_ids="1-2,5", **settings)
     ids, generator = tiny_prompt(4, vocab=vocab), torch.Generator().manual_seed(0)
     counts, accepted = torch.zeros(vocab, vocab, vocab, dtype=torch.float64), 0
     for _ in range(runs):
