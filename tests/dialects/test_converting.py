@@ -139,6 +139,15 @@ def test_what_a_format_cannot_express_is_an_error(changes, to, message, target, 
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+def test_only_zlab_keeps_the_tokens_that_are_proposed(target, tmp_path):
+    """They save time; a format without them drafts over all tokens, by the same model."""
+    first = written(drafter(draft_token_ids="0-4,7"), tmp_path / "a")
+    for to, expected in (("zlab", [0, 1, 2, 3, 4, 7]), ("speculators", None), ("modelopt", None)):
+        loaded = load_drafter(convert(first, tmp_path / to, to, target=target), settings=SETTINGS)
+        assert loaded.config.draft_token_ids == expected
+        assert same(behaviour(loaded), behaviour(load_drafter(first)), tolerance=0)
+
+
 def test_sinks_and_slots_go_to_modelopt_and_back(target, tmp_path):
     first = written(drafter(attention_sink_bias=True, sample_from_anchor=True), tmp_path / "a")
     there = convert(first, tmp_path / "b", "modelopt")

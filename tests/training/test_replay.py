@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from dflash.evaluation import real_tau
+from dflash.evaluation import prompts_of, real_tau
 from dflash.training.anchors import candidates
 from dflash.training.blocks import pack_blocks
 from dflash.training.documents import Document
@@ -27,15 +27,10 @@ def greedy_texts(target, count=6, new=30):
     return texts
 
 
-def prompts_of(texts):
-    return [text.input_ids[: int(text.loss_mask.int().argmax())] for text in texts]
-
-
 def half_right_drafter(target, texts, shifted=False, **changes):
     """A drafter that has learnt some of the texts."""
     draft = tiny_drafter(sample_from_anchor=shifted, initializer_range=0.3, **changes)
     optimizer = torch.optim.Adam(draft.parameters(), 3e-3)
-
     model = TrainableDrafter(draft.train(), TargetParts(target), Objective())
     states = OnlineFeatures(target, draft.config.target_layer_ids)(texts)
     batch = pack_blocks(texts, [candidates(text.loss_mask) for text in texts], states, draft.config)
